@@ -2,8 +2,9 @@
 
 A sample has the raw columns of the data set's layout, by name:
 
-* numeric: a number, its text, or null; categorical: a string, an integer or null; multi: a list of those, or its text
-  joined by the layout's separator; weighted: a list of {"id": ..., "weight": ...}, or its joined text. Null is missing.
+* numeric: a number, its text, or null; categorical: a string, an integer or null; multi and sequence: a list of those,
+  or its text joined by the layout's separator; weighted: a list of {"id": ..., "weight": ...}, or its joined text. Null
+  is missing.
 * the label, 0 or 1, and the time under the layout's name for it (default "time"), Unix seconds or ISO 8601 text: for
   training only.
 * `sample_id`, a string or an integer that identifies repeated samples; optional.
@@ -373,8 +374,11 @@ class _RequestEncoder:
             elif field.kind == "categorical":
                 texts += [value or "" for value in values]
                 lengths.append(None)
-            elif field.kind == "multi":
-                lists = [value or [""] for value in values]
+            elif field.kind != "weighted":
+                if field.kind == "sequence":
+                    lists = [[] if value in (None, [""]) else value[-field.max_length :] for value in values]
+                else:
+                    lists = [value or [""] for value in values]
                 texts += chain.from_iterable(lists)
                 lengths.append([len(each) for each in lists])
             else:

@@ -42,7 +42,7 @@ class Encoder:
 
     Attributes:
         dense, sparse: the fields as the schema describes them.
-        vocabularies: by name of the sparse field; only fields encoded by a vocabulary have one.
+        vocabularies: by name of the sparse field; only fields encoded by a vocabulary of their own have one.
     """
 
     dense: tuple[DenseField, ...]
@@ -87,7 +87,7 @@ class Encoder:
         `hashes`, uint64 [R], are the strings' and may be changed.
         """
         if field.encoding == "vocabulary":
-            return self.vocabularies[field.name].rows_of_hashed(hashes, offsets, data)
+            return self.vocabularies[field.vocabulary].rows_of_hashed(hashes, offsets, data)
         if field.encoding == "hash":
             buckets = np.uint64(field.num_embeddings - RESERVED_ROWS)
             return _with_missing((hashes % buckets).astype(np.int32) + np.int32(RESERVED_ROWS), offsets)
@@ -104,7 +104,7 @@ class Encoder:
         """Loads the encoder of a data set. Raises ValueError if a vocabulary is missing or unlike the schema."""
         vocabularies = {}
         for each in schema.sparse:
-            if each.encoding == "vocabulary":
+            if each.encoding == "vocabulary" and not each.shares:
                 vocabulary = Vocabulary.load(vocabulary_file(folder, each.name))
                 if len(vocabulary) + RESERVED_ROWS != each.num_embeddings:
                     raise ValueError(

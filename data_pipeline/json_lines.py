@@ -40,7 +40,13 @@ RULES = {
     "weighted": 'must be a list of {{"id": string or number, "weight": number}}, its text (id{1}weight, by {0!r})'
     " or null",
 }
-_KINDS: Mapping[str, ValueKind] = {"numeric": "number", "categorical": "id", "multi": "ids", "weighted": "weighted"}
+_KINDS: Mapping[str, ValueKind] = {
+    "numeric": "number",
+    "categorical": "id",
+    "multi": "ids",
+    "sequence": "ids",
+    "weighted": "weighted",
+}
 
 MAX_BYTES = 1 << 20
 """Longest JSON sample, and longest text in a column of a table; parsing takes about nine times this memory."""

@@ -51,6 +51,18 @@ class Bags:
         weights = None if self.weights is None else self.weights[source]
         return Bags(self.values[source], offsets, weights)
 
+    def by_position(self, most: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """The last ids of the samples by position, of which there are L = `most`, the last one for the newest id.
+
+        Returns:
+            The ids of the first position, of the second, and so on; their number at each position in each sample, 0 or
+            1, int32 [L * R]; and their number at each position. Waits for the device.
+        """
+        position = torch.arange(most, device=self.offsets.device)[:, None]
+        present = position >= most - self.lengths
+        values = self.values[(position - most + self.offsets[1:])[present]]
+        return values, present.int().flatten(), present.sum(1).tolist()
+
     @staticmethod
     def concat(parts: Sequence["Bags"], dtype: torch.dtype = torch.int32) -> "Bags":
         """Concatenates bags; without any part, the result has no bag and values of `dtype`."""
@@ -208,13 +220,15 @@ class SampleBlock:
 
         single = iter(self.ids.t())
         one_each, _ = _unit_bags(len(self), self.ids.device)
-        values, lengths, weights = [], [], []
+        values, lengths, weights, counts = [], [], [], list[int]()
         for field in schema.sparse:
-            if field.kind == "categorical":
-                value, length, weight = next(single), one_each, None
+            weight, bags = None, self.bags.get(field.name)
+            if bags is None:
+                value, length, of_keys = next(single), one_each, [len(self)]
+            elif field.kind == "sequence":
+                value, length, of_keys = bags.by_position(field.max_length)
             else:
-                bags = self.bags[field.name]
-                value, length, weight = bags.values, bags.lengths.int(), bags.weights
+                value, length, weight, of_keys = bags.values, bags.lengths.int(), bags.weights, [bags.values.numel()]
             if weight is None and schema.is_weighted:
                 weight = torch.ones(value.numel(), device=value.device)
                 if field.pooling == "mean":
@@ -223,13 +237,14 @@ class SampleBlock:
             values.append(value)
             lengths.append(length)
             weights.append(weight)
+            counts += of_keys
         return KeyedJaggedTensor(
-            [each.name for each in schema.sparse],
+            list(schema.keys),
             torch.cat(values),
             weights=torch.cat([each for each in weights if each is not None]) if schema.is_weighted else None,
             lengths=torch.cat(lengths),
             stride=len(self),
-            length_per_key=[value.numel() for value in values],
+            length_per_key=counts,
         )
 
 

@@ -40,7 +40,7 @@ MISSING = 1
 RESERVED_ROWS = 2
 """Number of reserved embedding rows; the ids' own rows follow."""
 
-SparseKind = Literal["categorical", "multi", "weighted"]
+SparseKind = Literal["categorical", "multi", "sequence", "weighted"]
 Encoding = Literal["vocabulary", "hash", "raw", "synthetic"]
 Pooling = Literal["sum", "mean"]
 DenseTransform = Literal["quantile", "minmax", "log", "buckets", "none"]
@@ -78,14 +78,17 @@ class SparseField:
     """One id feature and the size of its embedding table.
 
     Attributes:
-        name: Parquet column, and key of the `KeyedJaggedTensor`.
-        kind: "categorical" (exactly one id per sample), "multi" (a list), "weighted" (a list with float weights).
+        name: Parquet column, and key of the `KeyedJaggedTensor`; for those of a sequence see `keys`.
+        kind: "categorical" (exactly one id per sample), "multi" (a list), "sequence" (a list whose order counts),
+            "weighted" (a list with float weights).
         num_embeddings: rows of the table, including the two reserved ones; 0 if ids are raw and the trainer decides.
         pooling: reduction of a bag to one vector; a weighted bag is always summed.
         encoding: "vocabulary" (rows by decreasing training count), "hash" (2 + hash % buckets), "raw" (int64 hashes
             that the trainer assigns rows to, see `raw_ids`) or "synthetic".
         source: the raw field.
         bucketed: True if the ids are the logarithmic buckets of an integer column.
+        max_length: L, most ids of a sequence, which are its last ones; 0 for other kinds.
+        shares: of a sequence, the categorical field whose ids these are, and whose table they share; empty for none.
     """
 
     name: str
@@ -95,6 +98,8 @@ class SparseField:
     encoding: Encoding = "vocabulary"
     source: str = ""
     bucketed: bool = False
+    max_length: int = 0
+    shares: str = ""
 
     def __post_init__(self) -> None:
         unsized = self.encoding == "raw" and self.num_embeddings == 0
@@ -102,6 +107,21 @@ class SparseField:
             raise ValueError(f"field {self.name!r}: num_embeddings must be at least 2, got {self.num_embeddings}")
         if self.kind == "weighted" and self.pooling != "sum":
             raise ValueError(f'field {self.name!r}: a weighted field is always summed; pooling must be "sum"')
+        if (self.max_length > 0) != (self.kind == "sequence"):
+            raise ValueError(f"field {self.name!r}: max_length is at least 1 for sequences, and 0 for other kinds")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the `KeyedJaggedTensor`, with at most one id each for a sequence: those of its L positions.
+
+        The last position has the newest id; shorter sequences lack the first ones.
+        """
+        return tuple(f"{self.name}[{position}]" for position in range(self.max_length)) or (self.name,)
+
+    @property
+    def vocabulary(self) -> str:
+        """The field whose vocabulary and table this one uses: itself, or the one that it shares."""
+        return self.shares or self.name
 
 
 @dataclass(frozen=True)
@@ -148,7 +168,7 @@ class Schema:
 
     Attributes:
         name: layout or generator of the data ("criteo", "avazu", "tabular", "synthetic").
-        dense, sparse: fields, in the order of `Batch.dense`'s columns and of the `KeyedJaggedTensor`'s keys.
+        dense, sparse: fields, in the order of `Batch.dense`'s columns and of the `KeyedJaggedTensor`'s `keys`.
         splits: "train", "test" and possibly "validation".
         timed: True if every sample has a time, in the Parquet column `time`: int64, Unix seconds.
         true_logits: True if every sample has the logit of its true click probability, in the Parquet column
@@ -198,6 +218,15 @@ class Schema:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"column names must differ, but {repeated} occur more than once")
+        for each in self.sparse:
+            owner = next((other for other in self.sparse if other.name == each.vocabulary), None)
+            if owner is None or (owner.num_embeddings, owner.encoding) != (each.num_embeddings, each.encoding):
+                raise ValueError(f"field {each.name!r} shares {each.shares!r}, which is no field of the same size")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the `KeyedJaggedTensor`: those of all sparse fields, in their order."""
+        return tuple(key for each in self.sparse for key in each.keys)
 
     @property
     def label_columns(self) -> tuple[str, ...]:
@@ -216,6 +245,11 @@ class Schema:
     def of_batches(self, *, true_logits: bool = False) -> "Schema":
         """Returns the schema without the columns that batches do not have; they have true logits only if asked."""
         return replace(self, true_logits=self.true_logits and true_logits, numbered=False, kept=())
+
+    @property
+    def sequences(self) -> "dict[str, SparseField]":
+        """The fields of kind "sequence", by name."""
+        return {each.name: each for each in self.sparse if each.kind == "sequence"}
 
     @property
     def is_weighted(self) -> bool:

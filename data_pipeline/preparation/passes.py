@@ -85,7 +85,7 @@ def fit(
     numeric = [each for each in layout.fields if each.kind == "numeric"]
     sparse = sparse_fields(layout, config)
     numbers = _statistics(layout, config)
-    counters = {each.name: VocabularyCounter() for each in sparse if each.encoding == "vocabulary"}
+    counters = {each.vocabulary: VocabularyCounter() for each in sparse if each.encoding == "vocabulary"}
     total = PartitionStatistics()
     with closing(engine.map(measure, plan, partitions)) as results:
         for partition, found in zip(partitions, results, strict=True):
@@ -141,7 +141,7 @@ def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionSta
     """Computes the statistics of one partition."""
     found = PartitionStatistics(numbers=_statistics(plan.layout, plan.config))
     counting = [each for each in sparse_fields(plan.layout, plan.config) if each.encoding == "vocabulary"]
-    texts: dict[str, list[pa.Array]] = {each.name: [] for each in counting}
+    texts: dict[str, list[pa.Array]] = {each.vocabulary: [] for each in counting}
     numbers: dict[str, list[np.ndarray]] = {name: [np.zeros(0)] for name in found.numbers}
     for block in blocks:
         parsed = parse(block, plan.layout)
@@ -159,7 +159,7 @@ def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionSta
         for name, values in parsed.numbers.items():
             numbers[name].append(values[fitted_on])
         for each in counting:
-            texts[each.name].append(_training_ids(each, parsed, pa.array(train)))
+            texts[each.vocabulary].append(_training_ids(each, parsed, pa.array(train)))
     for name, parts in numbers.items():
         found.numbers[name].add(np.concatenate(parts))
     found.counted = {name: counted_values(pa.chunked_array(text)) for name, text in texts.items()}
@@ -210,13 +210,15 @@ def _sparse(raw: RawField, kind: SparseKind, config: PrepareConfig) -> SparseFie
         encoding=encoding,
         source=raw.name,
         bucketed=bucketed,
+        max_length=raw.max_length,
+        shares=raw.shares,
     )
 
 
 def _sized(each: SparseField, vocabularies: dict[str, Vocabulary], config: PrepareConfig) -> SparseField:
     if each.encoding == "raw":
         return replace(each, num_embeddings=0)
-    ids = config.hash_buckets if each.encoding == "hash" else len(vocabularies[each.name])
+    ids = config.hash_buckets if each.encoding == "hash" else len(vocabularies[each.vocabulary])
     return replace(each, num_embeddings=ids + RESERVED_ROWS)
 
 
@@ -275,7 +277,7 @@ def twin_ids(encoder: Encoder, parsed: Parsed, encoded: pa.Table) -> Doubts:
         flat = each.kind == "categorical"
         text = parsed.ids[each.source] if flat else parsed.ids[each.source].flatten()
         suspects = pc.ends_with(text, ".0")
-        vocabulary = encoder.vocabularies.get(each.name)
+        vocabulary = encoder.vocabularies.get(each.vocabulary)
         if vocabulary is not None:
             rows = encoded[each.name] if flat else pc.list_flatten(encoded[each.name])
             suspects = pc.or_(suspects, pa.array(rows.to_numpy() == OUT_OF_VOCABULARY))

@@ -177,12 +177,13 @@ class SampleColumns:
     def lists(self, field: RawField) -> tuple[pa.Array, np.ndarray | None]:
         """Returns lists of strings [R] and, if weighted, the weights of all strings, float32.
 
-        A missing or empty list is one missing value of weight 1, like empty text in a raw file.
+        A missing or empty list is one missing value of weight 1, like empty text in a raw file. Of a sequence these
+        are its last ids, and a missing one is empty.
         """
         name = field.column
         column = self._columns[name]
         if pa.types.is_null(column.type):
-            column = column.cast(pa.list_(pa.null() if field.kind == "multi" else PAIR))
+            column = column.cast(pa.list_(PAIR if field.kind == "weighted" else pa.null()))
         joined = is_text(column.type)
         if joined and not field.separator:
             raise ValueError(f"column {name!r} is text, so field {field.name!r} needs a separator")
@@ -193,7 +194,7 @@ class SampleColumns:
         lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
         offsets, items = np.r_[0, np.cumsum(lengths, dtype=np.int64)], plain_array(column.flatten())
         items = without_nan(items, field.null)
-        if field.kind == "multi":
+        if field.kind != "weighted":
             ids, wrong = self._id_texts(items, name)
             weights, rule = None, "must be a list of strings or numbers"
         else:
@@ -208,7 +209,10 @@ class SampleColumns:
             large = np.abs(weights) > MAX_WEIGHT
             self._fail(large, name, items, WEIGHTS_ARE_BOUNDED, np.repeat(np.arange(self._rows), lengths))
             weights = np.where(large, 0.0, weights).astype(np.float32)
-        return _with_missing(offsets, without_markers(ids.fill_null(""), field.null), weights)
+        ids = without_markers(ids.fill_null(""), field.null)
+        if field.kind == "sequence":
+            return _last(offsets, ids, field.max_length), None
+        return _with_missing(offsets, ids, weights)
 
     def _pairs(self, items: pa.Array, field: RawField) -> tuple[pa.Array, np.ndarray, np.ndarray]:
         """Returns ids, float64 weights and which are wrong, from items that are text or {id, weight}.
@@ -293,6 +297,16 @@ def _with_missing(
         weights = None if weights is None else np.r_[weights, np.float32(1)][indices]
         offsets = starts
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), ids), weights
+
+
+def _last(offsets: np.ndarray, ids: pa.Array, most: int) -> pa.ListArray:
+    """Returns the last ids of each list, at most `most`; none of a list of one empty string, as empty text becomes."""
+    lengths = np.minimum(np.diff(offsets), most)
+    single = np.flatnonzero(np.diff(offsets) == 1)
+    lengths[single] -= mask(pc.equal(ids, ""))[offsets[single]]
+    starts = np.r_[0, np.cumsum(lengths)]
+    indices = np.arange(starts[-1]) + np.repeat(offsets[1:] - starts[1:], lengths)
+    return pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), ids.take(pa.array(indices)))
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:

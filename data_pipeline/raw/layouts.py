@@ -87,7 +87,7 @@ class RawLabel:
         return np.where(missing | wrong, np.nan, positive).astype(np.float32), wrong
 
 
-RawKind = Literal["numeric", "categorical", "multi", "weighted"]
+RawKind = Literal["numeric", "categorical", "multi", "sequence", "weighted"]
 LayoutName = Literal["criteo", "avazu", "tabular"]
 TimeFormat = Literal["timestamp", "hour"]
 
@@ -98,16 +98,18 @@ class RawField:
 
     Attributes:
         name: name of the feature.
-        kind: "numeric" (one number), "categorical" (one id), "multi" (a list, or ids joined by `separator`) or
-            "weighted" (a list of {id, weight} or a map from id to weight, or the joined text, each id followed by
-            `weight_separator` and its weight).
+        kind: "numeric" (one number), "categorical" (one id), "multi" (a list, or ids joined by `separator`), "sequence"
+            (the same, oldest first, whose order counts) or "weighted" (a list of {id, weight} or a map from id to
+            weight, or the joined text, each id followed by `weight_separator` and its weight).
         column: raw column; the name by default.
         separator, weight_separator: for list kinds, where the column is text.
-        pooling: "sum" or "mean", for list kinds only; "mean" by default for multi, always "sum" for weighted.
+        pooling: "sum" or "mean", for multi and weighted only; "mean" by default for multi, always "sum" for weighted.
         null: texts that mean a missing value, as the empty text always does: whole values, and the ids of lists. A
             number here means that number in any notation. By default those of the file.
         transform: for numbers; as `dense` of `[prepare]`, for this field. Empty means the value of `[prepare]`.
         min_count, max_ids: for ids; as in `[prepare]`, for this field. 0 means the value of `[prepare]`.
+        max_length: for sequences, the number of ids of which the last ones are kept.
+        shares: for sequences, the categorical field whose ids these are: both have one vocabulary and one table.
     """
 
     name: str
@@ -120,6 +122,8 @@ class RawField:
     transform: DenseTransform | Literal[""] = ""
     min_count: int = 0
     max_ids: int = 0
+    max_length: int = 0
+    shares: str = ""
 
     def __post_init__(self) -> None:
         where = f"field {self.name!r}"
@@ -127,7 +131,7 @@ class RawField:
             raise ValueError(f"{where}: this name is taken; choose another, and give the raw name as `column`")
         if self.kind not in get_args(RawKind):
             raise ValueError(f"{where}: kind must be one of {', '.join(get_args(RawKind))}, got {self.kind!r}")
-        is_list, weighted = self.kind in ("multi", "weighted"), self.kind == "weighted"
+        is_list, weighted = self.kind in ("multi", "sequence", "weighted"), self.kind == "weighted"
         if self.separator and not is_list:
             raise ValueError(f"{where}: separator is for list kinds only")
         if self.weight_separator and not weighted:
@@ -136,7 +140,7 @@ class RawField:
             raise ValueError(f"{where}: separator and weight_separator must differ, both are {self.separator!r}")
         if self.pooling not in ("", "sum", "mean") or (weighted and self.pooling == "mean"):
             raise ValueError(f"{where}: pooling must be sum or mean (weighted: sum), got {self.pooling!r}")
-        if self.pooling and not is_list:
+        if self.pooling and self.kind not in ("multi", "weighted"):
             raise ValueError(f"{where}: pooling is for the kinds multi and weighted")
         if self.transform not in ("", *get_args(DenseTransform)) or (self.transform and self.kind != "numeric"):
             choices = ", ".join(get_args(DenseTransform))
@@ -145,9 +149,19 @@ class RawField:
             value = getattr(self, name)
             if value < 0 or (value and self.kind == "numeric"):
                 raise ValueError(f"{where}: {name} must be at least 1, and is for ids only; got {value} ({self.kind})")
+        is_sequence = self.kind == "sequence"
+        if self.max_length < 0 or (self.max_length > 0) != is_sequence:
+            raise ValueError(
+                f"{where}: max_length must be at least 1 for the kind sequence, which needs it, and is for that kind"
+                f" only; got {self.max_length} ({self.kind})"
+            )
+        if self.shares and (not is_sequence or self.min_count or self.max_ids):
+            raise ValueError(
+                f"{where}: shares is for the kind sequence, and min_count and max_ids are then those of {self.shares!r}"
+            )
         object.__setattr__(self, "column", self.column or self.name)
         object.__setattr__(self, "null", tuple(text for text in self.null if text))
-        if is_list and not self.pooling:
+        if self.kind in ("multi", "weighted") and not self.pooling:
             object.__setattr__(self, "pooling", "mean" if self.kind == "multi" else "sum")
 
 
@@ -200,6 +214,10 @@ class Layout:
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
             raise ValueError(f"field names must differ, got {sorted({n for n in names if names.count(n) > 1})} twice")
+        ids = [field.name for field in self.fields if field.kind == "categorical"]
+        for field in self.fields:
+            if field.shares and field.shares not in ids:
+                raise ValueError(f"field {field.name!r}: shares must be a categorical field, got {field.shares!r}")
         if self.time and TIME in names:
             raise ValueError(f"field {TIME!r}: this name is reserved for the time of samples; rename the field")
         labels = [label.name for label in self.labels]
@@ -334,7 +352,7 @@ AVAZU = Layout(
 
 
 _FIELD_TYPES = {
-    each.name: {"null": tuple, "min_count": int, "max_ids": int}.get(each.name, str)
+    each.name: {"null": tuple, "min_count": int, "max_ids": int, "max_length": int}.get(each.name, str)
     for each in dataclasses.fields(RawField)
 }
 """Types of the keys of a field in TOML; a tuple stands for a list of strings or numbers."""
@@ -362,15 +380,17 @@ def load_schema_file(path: str | os.PathLike[str]) -> Layout:
         null = ["NA", '\\N']             # texts that mean a missing value in every field; default: the empty value only
         [[fields]]
         name = "genres"
-        kind = "multi"                   # numeric | categorical | multi | weighted
+        kind = "multi"                   # numeric | categorical | multi | sequence | weighted
         column = "movie genres"          # by default the name
-        separator = "|"                  # multi and weighted, where the column is text
+        separator = "|"                  # multi, sequence and weighted, where the column is text
         weight_separator = ":"           # weighted, where the column is text
         pooling = "mean"                 # multi: mean (default) or sum
         null = ["-1"]                    # for this field instead of the file's
         transform = "log"                # numeric: quantile (default), minmax, log, buckets or none
         min_count = 5                    # ids: seen less often than this in training, they share one row
         max_ids = "64K"                  # ids: only so many, the most frequent ones, have their own row
+        max_length = 50                  # sequence, which needs it: the last ids, of which so many are kept
+        shares = "item"                  # sequence: the categorical field whose ids these are
 
     An empty value is a missing one. Of several labels, a missing one is unknown; a sample without its only label is a
     bad row. A time is Unix seconds (rounded down) or ISO 8601 text ("2014-10-21T07:00:00Z", or

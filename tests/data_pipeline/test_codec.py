@@ -15,10 +15,10 @@ from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.dataset.schema import MISSING
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.data_pipeline.raw.values import as_id_text
-from raw_cases import NULLS_SCHEMA, raw_rows, write_rows
+from raw_cases import NULLS_SCHEMA, RECENT, raw_rows, write_rows
 from refusal import refused
 
-TIMED = 'time = "seen at"\n' + NULLS_SCHEMA.replace('"-1"', f'"-1", "{2**63 - 1}"')
+TIMED = 'time = "seen at"\n' + NULLS_SCHEMA.replace('"-1"', f'"-1", "{2**63 - 1}"').replace("\n]", f"\n{RECENT}\n]")
 
 
 def prepared(folder, texts, config):

@@ -21,6 +21,8 @@ fields = [
     {name = "history", column = "past views", kind = "weighted", separator = " ", weight_separator = ":"},
 ]
 """
+RECENT = '{name = "recent", column = "tags", kind = "sequence", separator = "|", max_length = 2},'
+"""A further field of a schema, of the values of another."""
 NULLS_SCHEMA = 'null = ["NA", "-1"]\n' + MIXED_SCHEMA.replace('":"}', '":", null = ["none"]}')
 
 TIMED_SCHEMA = 'time = "seen at"\n' + MIXED_SCHEMA

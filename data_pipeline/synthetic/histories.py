@@ -1,0 +1,184 @@
+"""Clicks that depend on the item and on the order of the items before it, with known true probabilities.
+
+Every item belongs to one of G groups. The true logit of a sample is
+
+    b + a[item] + e * (sum over the history's items j of the item's group: 2^(-age_j / half_life) - its mean)
+
+where age 0 is the newest item's. Items are drawn from a power law; a user likes one group, of which every second item
+of the history is. Networks that average a history see the groups, but not their order.
+
+R samples, L items of the longest history.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+import pyarrow as pa
+
+from cowrec.data_pipeline.dataset.schema import (
+    LABEL,
+    SHARD_ROWS,
+    TIME,
+    TRUE_LOGIT,
+    Schema,
+    SparseField,
+    library_versions,
+)
+from cowrec.data_pipeline.encoding import raw_ids
+from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
+
+from .planted import PILOT, PILOT_ROWS, Draw, intercept_for, probability, require, write_splits
+
+NAME = "histories"
+SAMPLE_ID, ITEM, HISTORY = "sample_id", "item", "history"
+SAMPLES, EFFECTS = 0, 2
+START, SECONDS = 1_704_067_200, 60
+"""Unix seconds of the first sample, and from one to the next."""
+
+
+@dataclass(frozen=True)
+class HistoryConfig:
+    """Settings of the model.
+
+    Attributes:
+        rows: training samples.
+        seed: of all effects and draws.
+        items: number of items.
+        groups: G.
+        max_length: L; the lengths of histories are uniform from 0 to L.
+        ctr: mean click probability.
+        item_effect: standard deviation of an item's own effect on the logit.
+        history_effect: e.
+        half_life: age, in items, at which an item of the history counts half.
+        skew: exponent of the items' power law.
+    """
+
+    rows: int = 200_000
+    seed: int = 0
+    items: int = 1_000
+    groups: int = 10
+    max_length: int = 20
+    ctr: float = 0.25
+    item_effect: float = 0.4
+    history_effect: float = 1.0
+    half_life: float = 3.0
+    skew: float = 1.1
+
+    def __post_init__(self) -> None:
+        require(self, "at least 1", lambda value: value >= 1, "rows", "groups", "max_length")
+        require(self, "at least 0", lambda value: value >= 0, "seed", "item_effect", "history_effect", "skew")
+        require(self, "above 0", lambda value: value > 0, "half_life")
+        require(self, "between 0 and 1", lambda value: 0 < value < 1, "ctr")
+        if self.items < self.groups:
+            raise ValueError(f"items must be at least groups = {self.groups}, got {self.items}")
+
+    @cached_property
+    def schema(self) -> Schema:
+        """Of the data set, without sizes: raw ids, where the history shares the table of the item."""
+        history = RawField(HISTORY, "sequence", max_length=self.max_length, shares=ITEM)
+        layout = Layout(NAME, ",", "", True, (), (RawLabel(),), (RawField(ITEM, "categorical"), history), time=TIME)
+        settings = {"layout": dataclasses.asdict(layout), "histories": dataclasses.asdict(self)}
+        length, shares = self.max_length, ITEM
+        return Schema(
+            NAME,
+            (),
+            (
+                SparseField(ITEM, 0, encoding="raw", source=ITEM),
+                SparseField(HISTORY, 0, "sequence", encoding="raw", source=HISTORY, max_length=length, shares=shares),
+            ),
+            {},
+            timed=True,
+            true_logits=True,
+            settings=json.loads(json.dumps(settings)),
+            versions=library_versions(),
+        )
+
+    @cached_property
+    def intercept(self) -> float:
+        """b, at which the mean click probability is `ctr`, from a pilot draw."""
+        return intercept_for(self._drawn(PILOT, 0, PILOT_ROWS)[2], self.ctr)
+
+    def draw(self, first: int, rows: int) -> tuple[pa.Table, Draw]:
+        """Draws the raw samples of the block that begins with sample `first`."""
+        items, histories, logits, uniforms = self._drawn(SAMPLES, first, rows)
+        logits += self.intercept
+        times = START + SECONDS * np.arange(first, first + rows)
+        draw = Draw(items[None], np.empty((0, rows), np.float32), logits, uniforms < probability(logits), times)
+        columns = {SAMPLE_ID: np.arange(first, first + rows), TIME: times, LABEL: draw.labels.astype(np.float32)}
+        columns |= {ITEM: _names(items), HISTORY: histories, TRUE_LOGIT: logits.astype(np.float32)}
+        return pa.table({name: pa.array(values) for name, values in columns.items()}), draw
+
+    def _drawn(self, stream: int, first: int, rows: int) -> tuple[np.ndarray, pa.Array, np.ndarray, np.ndarray]:
+        """Items [R], histories, logits without the intercept, and the uniforms of the labels."""
+        rng = np.random.default_rng((self.seed, stream, first))
+        weights = np.arange(1, self.items + 1) ** -self.skew
+        cumulative, length = np.cumsum(weights) / weights.sum(), self.max_length
+        chosen = np.searchsorted(cumulative, rng.random((rows, length + 1))).clip(max=self.items - 1)
+        liked = rng.integers(self.groups, size=(rows, 1))
+        # An item of the liked group close in rank; the last column is the scored item.
+        of_group = chosen - chosen % self.groups + liked
+        of_group = np.where(of_group < self.items, of_group, liked)
+        chosen = np.where(rng.random(chosen.shape) < 0.5, of_group, chosen)
+        lengths = rng.integers(0, length + 1, size=rows)
+        items, history = chosen[:, -1], chosen[:, :-1]
+        present = np.arange(length) >= length - lengths[:, None]
+        recency = 0.5 ** (np.arange(length)[::-1] / self.half_life)
+        matches = present & (history % self.groups == items[:, None] % self.groups)
+        effects = np.random.default_rng((self.seed, EFFECTS)).normal(size=self.items) * self.item_effect
+        attention = matches @ recency - recency.sum() / (2 * self.groups)
+        offsets = pa.array(np.r_[0, np.cumsum(lengths)].astype(np.int32))
+        histories = pa.ListArray.from_arrays(offsets, _names(history[present]))
+        return items, histories, effects[items] + self.history_effect * attention, rng.random(rows)
+
+
+def synthesize_histories(
+    output: str | os.PathLike[str],
+    config: HistoryConfig | None = None,
+    *,
+    test_rows: int = 50_000,
+    overwrite: bool = False,
+) -> Schema:
+    """Writes a data set of `config.rows` training samples, and the next samples for testing.
+
+    Returns:
+        The schema; `best` has the quality of the true probabilities on the test split.
+
+    Raises:
+        ValueError: `output` is not empty, or `test_rows` is below 1.
+        OSError: the disk is full.
+    """
+    config = config or HistoryConfig()
+    if test_rows < 1:
+        raise ValueError(f"test_rows must be at least 1, got {test_rows}")
+    splits = {
+        "train": (config.rows, partial(_encoded, config, 0)),
+        "test": (test_rows, partial(_encoded, config, config.rows)),
+    }
+    return write_splits(output, config.schema, splits, SHARD_ROWS, overwrite=overwrite, progress=None)
+
+
+def history_tables(config: HistoryConfig, first: int, rows: int, chunk_rows: int = SHARD_ROWS) -> Iterator[pa.Table]:
+    """Yields raw samples [first, first + rows) in time order.
+
+    Columns: sample_id, time (Unix seconds), label, item (text), history (lists of text), true_logit. The samples of a
+    chunk depend on where it begins.
+    """
+    for start in range(first, first + rows, chunk_rows):
+        yield config.draw(start, min(chunk_rows, first + rows - start))[0]
+
+
+def _encoded(config: HistoryConfig, start: int, first: int, rows: int) -> tuple[pa.Table, Draw]:
+    table, draw = config.draw(start + first, rows)
+    items, lists = table[ITEM].combine_chunks(), table[HISTORY].combine_chunks()
+    ids = pa.ListArray.from_arrays(lists.offsets, pa.array(raw_ids(lists.flatten())))
+    table = table.set_column(table.column_names.index(ITEM), ITEM, pa.array(raw_ids(items)))
+    return table.set_column(table.column_names.index(HISTORY), HISTORY, ids), draw
+
+
+def _names(items: np.ndarray) -> pa.Array:
+    return pa.array(np.char.add("item_", items.astype(str)))

@@ -1,0 +1,91 @@
+"""Sequence fields: the last ids in order, one vocabulary with the field they share, and what is refused."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from cowrec.data_pipeline import PrepareConfig, Reader, SampleCodec, prepare
+from cowrec.data_pipeline.dataset.schema import MISSING
+from raw_cases import prepare_text, read_split
+
+SCHEMA = """
+delimiter = ","
+label = "click"
+fields = [
+    {name = "history", kind = "sequence", separator = "|", max_length = 3, shares = "item"},
+    {name = "item", kind = "categorical", null = ["none"]},
+    {name = "words", kind = "sequence", separator = " ", max_length = 2},
+]
+"""
+TEXT = "click,item,history,words\n1,a,b|c|a|b,x y z\n0,b,,z\n0,,b||c,\n1,a,c|c,x x\n"
+C, A, B = 2, 3, 4
+"""Rows by decreasing count over items and the histories that are kept."""
+
+
+def test_the_last_ids_are_kept_in_order_with_the_vocabulary_of_the_item(tmp_path):
+    """The item is counted with its history; an empty text is an empty history, an empty id within one is missing."""
+    schema = prepare_text(tmp_path, SCHEMA, TEXT)
+    rows = read_split(tmp_path / "out", "train")
+    assert rows["item"] == [A, B, MISSING, A]
+    assert rows["history"] == [[C, A, B], [], [B, MISSING, C], [C, C]]
+    assert [len(each) for each in rows["words"]] == [2, 1, 0, 2]
+    assert {path.stem for path in (tmp_path / "out" / "vocabulary").iterdir()} == {"item", "words"}
+    assert schema.splits["train"].values == {"history": 8, "words": 5}
+    (batch,) = Reader(tmp_path / "out", "train", batch_size=4).epoch(0)
+    ids = {key: each.to_dense() for key, each in batch.sparse.to_dict().items()}
+    assert list(ids) == ["history[0]", "history[1]", "history[2]", "item", "words[0]", "words[1]"]
+    positions = [[each.tolist() for each in ids[f"history[{position}]"]] for position in range(3)]
+    assert positions == [[[C], [], [B], []], [[A], [], [MISSING], [C]], [[B], [], [C], [C]]]
+
+
+@pytest.mark.parametrize("settings", [{"raw_ids": True}, {"hash_buckets": 500}])
+def test_equal_ids_are_one_row_of_item_and_history(tmp_path, settings):
+    prepare_text(tmp_path, SCHEMA, TEXT, config=PrepareConfig(test_fraction=0.0, **settings))
+    rows = read_split(tmp_path / "out", "train")
+    a, b, missing, _ = rows["item"]
+    assert missing == MISSING != a != b
+    assert rows["history"][0][1:] == [a, b]
+    assert rows["history"][2][:2] == [b, MISSING]
+
+
+def test_lists_of_columns_are_the_same_as_text(tmp_path):
+    prepare_text(tmp_path, SCHEMA, TEXT)
+    lists = pa.array([["b", "c", "a", "b"], [], ["b", None, "c"], ["c", "c"]])
+    words = pa.array([["x", "y", "z"], ["z"], None, ["x", "x"]], pa.large_list(pa.string()))
+    table = pa.table({"click": [1, 0, 0, 1], "item": ["a", "b", "none", "a"], "history": lists, "words": words})
+    pq.write_table(table, tmp_path / "raw.parquet")
+    prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "other", PrepareConfig(test_fraction=0.0),
+            schema_file=tmp_path / "schema.toml")  # fmt: skip
+    assert read_split(tmp_path / "other", "train") == read_split(tmp_path / "out", "train")
+
+
+def test_malformed_lists_are_bad_rows_and_bad_samples(tmp_path):
+    prepare_text(tmp_path, SCHEMA, TEXT)
+    codec = SampleCodec.load(tmp_path / "out")
+    good = {"item": "a", "history": ["c", "b"], "words": "x"}
+    wrong = [{"history": 5}, {"history": ["a", None]}, {"history": [["a"]]}, {"history": [0.5]}]
+    block, bad = codec.encode_request([good, *(good | each for each in wrong)])
+    assert [each.index for each in bad] == [1, 2, 3, 4]
+    assert all("history: must be a list of strings or integers" in each.reason for each in bad)
+    assert torch.equal(block.bags["history"].values, torch.tensor([C, B], dtype=torch.int32))
+    table = pa.table({"click": [1, 0], "item": ["a", "b"], "history": [[1.0], [float("nan")]], "words": ["x", "y"]})
+    pq.write_table(table, tmp_path / "raw.parquet")
+    config = PrepareConfig(test_fraction=0.0, on_bad_row="skip", max_bad_rows=1)
+    with pytest.raises(ValueError, match="one class"):  # of the sample that is left
+        prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "bad", config, schema_file=tmp_path / "schema.toml")
+
+
+@pytest.mark.parametrize(
+    ("replaced", "by", "message"),
+    [
+        ("max_length = 3, ", "", "max_length must be at least 1 for the kind sequence, which needs it"),
+        ('null = ["none"]', "max_length = 4", "for that kind only; got 4 .categorical."),
+        ('shares = "item"', 'shares = "words"', "shares must be a categorical field, got 'words'"),
+        ('shares = "item"', 'shares = "item", min_count = 2', "min_count and max_ids are then those of 'item'"),
+        ('shares = "item"', 'pooling = "mean"', "pooling is for the kinds multi and weighted"),
+    ],
+)
+def test_schema_files_that_are_refused(tmp_path, replaced, by, message):
+    with pytest.raises(ValueError, match=message):
+        prepare_text(tmp_path, SCHEMA.replace(replaced, by), TEXT)
