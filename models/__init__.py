@@ -5,7 +5,7 @@ A network is a class that takes ``(config, front)``: one of ``MODELS``, or your 
 """
 
 from .config import ModelConfig
-from .front import EmbeddingFront, Features, physical_dim
+from .front import EmbeddingFront, Features, SequenceField, SequenceRows, physical_dim
 from .layers import l2_kernels
 from .losses import LOSSES, loss_of
 from .registry import MODELS, build_model, build_network, require_model
@@ -16,6 +16,8 @@ __all__ = [
     "EmbeddingFront",
     "Features",
     "ModelConfig",
+    "SequenceField",
+    "SequenceRows",
     "build_model",
     "build_network",
     "l2_kernels",

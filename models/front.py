@@ -1,10 +1,11 @@
 """Embedding front: looks up all fields at once and passes their embeddings and wide weights to a network.
 
-Sizes: B samples, F fields, D embedding width, d width of a field's own, P stored width of a row, N dense features.
+Sizes: B samples, F fields, D embedding width, d width of a field's own, P stored width of a row, N dense features, L
+positions of a sequence, K keys: those of all fields, of which a sequence has L and others one.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,30 @@ if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-Sparse: TypeAlias = "KeyedJaggedTensor | Tensor"
-"""What a network gets for its sparse fields: their ids, or for a :class:`LookedUpFront` their rows, float [B, F, P]."""
+Sparse: TypeAlias = "KeyedJaggedTensor | Tensor | tuple[Tensor, Tensor]"
+"""What a network gets for its sparse fields: their ids, or for a :class:`LookedUpFront` their rows, float [B, K, P],
+with the lengths of the sequences, int [B, sequences], if there are any."""
+
+
+class SequenceField(Protocol):
+    """A field whose ids have an order: each is looked up for itself."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Those of its L positions, each with at most one id of a sample, the newest id in the last one."""
+
+    @property
+    def shares(self) -> str:
+        """The field whose table it shares, such as the item that is scored beside a history of items; "" for none."""
+
+
+class SequenceRows(NamedTuple):
+    """Rows of a sequence field."""
+
+    rows: Tensor
+    """Float [B, L, P], the newest last; zeros where a shorter sequence has no id, which is before its ids."""
+    mask: Tensor
+    """Where there is an id: bool [B, L]."""
 
 
 def physical_dim(embedding_dim: int) -> int:
@@ -34,11 +57,13 @@ class Features(NamedTuple):
 
     rows: Tensor
     """Looked-up rows, float [B, F, P], fields in the order of the tables; the D columns of embeddings come first, of
-    fields with a width of their own projected to D."""
+    fields with a width of their own projected to D. The row of a sequence is the mean of its rows."""
     wide: Tensor
     """Sum of the samples' wide weights, float [B]."""
     flat: Tensor
     """All embeddings, field-major, then the dense features: [B, F * D + N], under autocast in its dtype."""
+    sequences: Mapping[str, SequenceRows]
+    """By field."""
     padded: Tensor | None = None
     """``flat`` and columns of zeros up to a multiple of 8, in the same memory, without a gradient; on CUDA, unless the
     width is such a multiple. Products in TF32 and bfloat16 are fast where rows begin at 16 bytes."""
@@ -51,12 +76,14 @@ class EmbeddingFront(nn.Module):
     """Embedding tables, one per field or group of fields, and the dense features beside them.
 
     Args:
-        tables: each of width ``physical_dim(d)``, d being that of its fields; their feature names are the fields.
+        tables: each of width ``physical_dim(d)``, d being that of its fields; their feature names are the fields, and
+            the keys of sequences.
         embedding_dim: D, to which the embeddings of other widths are projected.
         num_dense: N, may be 0.
         embedding_dims: d of fields where it is not D.
         is_weighted: the ids carry weights.
         fields: order of the fields; by default that of the tables.
+        sequences: fields that are sequences, which ``fields`` must list.
         device: device of the tables; with the meta device the sharding allocates them.
 
     Raises:
@@ -72,6 +99,7 @@ class EmbeddingFront(nn.Module):
         embedding_dims: Mapping[str, int] | None = None,
         is_weighted: bool = False,
         fields: Sequence[str] | None = None,
+        sequences: Mapping[str, SequenceField] | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -97,43 +125,59 @@ class EmbeddingFront(nn.Module):
                 )
         # By name below: the order of the looked-up columns depends on the sharding plan.
         self.fields = list(fields or (field for table in tables for field in table.feature_names))
+        self.sequences = dict(sequences or {})
         self.embedding_dim = embedding_dim
         self.num_dense = num_dense
         self.width = len(self.fields) * embedding_dim + num_dense
         self.embeddings = EmbeddingBagCollection(tables=list(tables), is_weighted=is_weighted, device=device)
-        self.layout = _Layout(self.fields, [dims.get(field, embedding_dim) for field in self.fields], embedding_dim)
+        widths = [dims.get(field, embedding_dim) for field in self.fields]
+        self.layout = _Layout(self.fields, widths, embedding_dim, self.sequences)
 
     def forward(self, dense: Tensor, sparse: "KeyedJaggedTensor") -> Features:
         """Looks up ``sparse``; ``dense`` is float [B, N]."""
-        return self.layout(self.embeddings(sparse), dense)
+        return self.layout(self.embeddings(sparse), dense, sparse)
 
 
 class LookedUpFront(nn.Module):
     """Replacement of an :class:`EmbeddingFront` without tables, for rows that are looked up elsewhere, as in serving.
 
     Args:
+        fields: their names.
         widths: d of each field.
         embedding_dim: D.
         num_dense: N, may be 0.
+        sequences: fields that are sequences.
 
     Attributes:
         row_width: P, stored width of the widest rows.
+        num_keys: K.
     """
 
-    def __init__(self, widths: Sequence[int], embedding_dim: int, num_dense: int) -> None:
+    def __init__(
+        self,
+        fields: Sequence[str],
+        widths: Sequence[int],
+        embedding_dim: int,
+        num_dense: int,
+        sequences: Mapping[str, SequenceField] | None = None,
+    ) -> None:
         super().__init__()
+        self.fields, self.sequences = list(fields), dict(sequences or {})
         self.embedding_dim = embedding_dim
         self.num_dense = num_dense
         self.width = len(widths) * embedding_dim + num_dense
         self.row_width = physical_dim(max(widths))
-        self.layout = _Layout((), widths, embedding_dim)
+        self.layout = _Layout(self.fields, widths, embedding_dim, self.sequences)
+        self.num_keys = len(self.layout.keys)
 
-    def forward(self, dense: Tensor, rows: Tensor) -> Features:
-        """Features from dense features [B, N] and pooled rows [B, F, P], fields in the order of the tables.
+    def forward(self, dense: Tensor, sparse: "Tensor | tuple[Tensor, Tensor]") -> Features:
+        """Features from dense features [B, N] and pooled rows [B, K, P], keys in the order of the fields.
 
+        With sequences the rows come with their lengths, int [B, sequences]; rows of positions without an id are zeros.
         What follows the columns of a narrower row does not matter.
         """
-        return self.layout(rows, dense)
+        rows, lengths = (sparse, None) if isinstance(sparse, Tensor) else sparse
+        return self.layout(rows, dense, lengths)
 
 
 Front = EmbeddingFront | LookedUpFront
@@ -145,22 +189,61 @@ class _Layout(nn.Module):
     A module is one operation for TorchRec's pipeline, which traces the code that calls the tables.
     """
 
-    def __init__(self, fields: Sequence[str], widths: Sequence[int], embedding_dim: int) -> None:
+    def __init__(
+        self,
+        fields: Sequence[str],
+        widths: Sequence[int],
+        embedding_dim: int,
+        sequences: Mapping[str, SequenceField],
+    ) -> None:
         super().__init__()
-        self._fields, self._embedding_dim = list(fields), embedding_dim
+        for name, sequence in sequences.items():
+            for field, width in zip(fields, widths, strict=True):
+                if field in (name, sequence.shares) and width != embedding_dim:
+                    raise ValueError(
+                        f"model.embedding_dims.{field} = {width}, but the sequence {name!r} and the field it shares"
+                        f" have the width embedding_dim = {embedding_dim}; leave it out"
+                    )
+        self._embedding_dim = embedding_dim
+        keys = [sequences[field].keys if field in sequences else (field,) for field in fields]
+        self.keys = [key for each in keys for key in each]
+        self._sizes = [len(each) for each in keys]
+        self._sequences = {field: number for number, field in enumerate(fields) if field in sequences}
+        of_keys = [width for width, size in zip(widths, self._sizes, strict=True) for _ in range(size)]
         is_mixed = any(width != embedding_dim for width in widths)
-        self.projections = Projections(widths, embedding_dim) if is_mixed else None
+        self.projections = Projections(of_keys, embedding_dim) if is_mixed else None
 
-    def forward(self, looked_up: "KeyedTensor | Tensor", dense: Tensor) -> Features:
-        return _features(self._rows(looked_up), dense, self._embedding_dim)
+    def forward(
+        self, looked_up: "KeyedTensor | Tensor", dense: Tensor, present: "KeyedJaggedTensor | Tensor | None"
+    ) -> Features:
+        rows = self._rows(looked_up)
+        if not self._sequences:
+            return _features(rows, dense, self._embedding_dim, {})
+        assert present is not None, "rows of sequences come with their lengths"
+        parts = list(rows.split(self._sizes, 1))
+        sequences = {}
+        for index, (field, number) in enumerate(self._sequences.items()):
+            own, mask = parts[number], self._mask(present, index, number)
+            sequences[field] = SequenceRows(own, mask)
+            parts[number] = own.sum(1, keepdim=True) / mask.sum(1).clamp(min=1)[:, None, None]
+        return _features(torch.cat(parts, 1), dense, self._embedding_dim, sequences)
+
+    def _mask(self, present: "KeyedJaggedTensor | Tensor", index: int, number: int) -> Tensor:
+        """Where the sequence of that index, and field of that number, has ids: bool [B, L]."""
+        size = self._sizes[number]
+        if isinstance(present, Tensor):
+            position = torch.arange(size, device=present.device)
+            return position >= size - present[:, index, None]
+        first = sum(self._sizes[:number])
+        return present.lengths().view(len(self.keys), -1)[first : first + size].t() > 0
 
     def _rows(self, looked_up: "KeyedTensor | Tensor") -> Tensor:
         if isinstance(looked_up, Tensor):
             return looked_up if self.projections is None else self.projections(looked_up.unbind(1))
-        if self.projections is None and looked_up.keys() == self._fields:
-            return looked_up.values().unflatten(1, (len(self._fields), -1))
+        if self.projections is None and looked_up.keys() == self.keys:
+            return looked_up.values().unflatten(1, (len(self.keys), -1))
         by_field = looked_up.to_dict()  # in another order, by the sharding plan
-        rows = [by_field[field] for field in self._fields]
+        rows = [by_field[key] for key in self.keys]
         return torch.stack(rows, dim=1) if self.projections is None else self.projections(rows)
 
 
@@ -207,7 +290,7 @@ class Projections(nn.Module):
         return torch.cat(groups, dim=1).index_select(1, self.order)
 
 
-def _features(rows: Tensor, dense: Tensor, embedding_dim: int) -> Features:
+def _features(rows: Tensor, dense: Tensor, embedding_dim: int, sequences: Mapping[str, SequenceRows]) -> Features:
     kind = rows.device.type
     dtype = torch.promote_types(rows.dtype, dense.dtype)
     if torch.is_autocast_enabled(kind):
@@ -216,12 +299,14 @@ def _features(rows: Tensor, dense: Tensor, embedding_dim: int) -> Features:
         wide, pairs, flat = _OnDevice.apply(rows.contiguous(), dense, embedding_dim, dtype)
         width = _padded_width(flat.shape[1])
         padded = flat.detach().as_strided((len(rows), width), (width, 1)) if flat.stride(0) > flat.shape[1] else None
-        return Features(rows, wide, flat, padded, pairs)
+        return Features(rows, wide, flat, sequences, padded, pairs)
     if not torch.is_inference_mode_enabled():
-        return Features(rows, *_WideAndFlat.apply(rows, dense, embedding_dim, dtype))
+        wide, flat = _WideAndFlat.apply(rows, dense, embedding_dim, dtype)
+        return Features(rows, wide, flat, sequences)
     # The time of a server's few samples is that of the number of operations: here there are few.
     flat = torch.cat((rows.narrow(2, 0, embedding_dim).flatten(1), dense), 1)
-    return Features(rows, rows.sum(1).select(1, embedding_dim), flat if flat.dtype == dtype else flat.to(dtype))
+    flat = flat if flat.dtype == dtype else flat.to(dtype)
+    return Features(rows, rows.sum(1).select(1, embedding_dim), flat, sequences)
 
 
 class _WideAndFlat(torch.autograd.Function):

@@ -99,7 +99,7 @@ def require_beside(key: str, name: str, folder: Path) -> None:
         )
 
 
-def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num_fields: int, num_tasks: int) -> None:
+def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num_tasks: int) -> None:
     """Makes a network and computes logits of three samples in training, and of one in evaluation.
 
     Raises:
@@ -113,16 +113,19 @@ def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num
         raise ValueError(f"{given} does not keep the front that it is given; write self.front = front in its __init__")
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise ValueError(f"{given} has no parameters to train beside the tables; add one, such as a bias of the logits")
-    rows = torch.rand(3, num_fields, front.row_width, requires_grad=True)
+    rows = torch.rand(3, front.num_keys, front.row_width, requires_grad=True)
+    longest = torch.tensor([len(each.keys) for each in front.sequences.values()], dtype=torch.int64)
+    lengths = torch.stack([longest, longest * 0, longest.clamp(max=1)])
 
-    def forward(training: bool, *inputs: Tensor) -> Tensor:
+    def forward(training: bool, *inputs: Any) -> Tensor:
         logits: Tensor = network.train(training)(*inputs)
         return logits
 
     for samples in (3, 1):
         what = f"its forward(dense, sparse) on {samples} sample{'s' if samples > 1 else ''}"
         dense, some = torch.rand(samples, front.num_dense), rows[:samples]
-        logits = tried(given, what, partial(forward, samples > 1, dense, some), hint)
+        looked_up = (some, lengths[:samples]) if front.sequences else some
+        logits = tried(given, what, partial(forward, samples > 1, dense, looked_up), hint)
         shape = [samples, num_tasks] if num_tasks > 1 else [samples]
         found = f"{list(logits.shape)} of {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
         if found != f"{shape} of torch.float32":

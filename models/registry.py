@@ -1,17 +1,18 @@
 """The networks by name, and their construction from a configuration."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from .config import ModelConfig
-from .front import EmbeddingFront, Front, LookedUpFront
+from .front import EmbeddingFront, Front, LookedUpFront, SequenceField
 from .networks.autoint import AutoInt
 from .networks.dcn import DCN, DCNMix, DCNv2
 from .networks.deepfm import FM, DeepFM, WideDeep
+from .networks.din import DIN
 from .networks.dlrm import DLRM
 from .networks.finalmlp import FinalMlp
 from .networks.masknet import ParallelMaskNet, SerialMaskNet
@@ -36,6 +37,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "masknet_serial": SerialMaskNet,
     "masknet_parallel": ParallelMaskNet,
     "finalmlp": FinalMlp,
+    "din": DIN,
     "shared_bottom": SharedBottom,
     "mmoe": MMoE,
     "ple": PLE,
@@ -58,6 +60,7 @@ def build_model(
     *,
     is_weighted: bool = False,
     fields: Sequence[str] | None = None,
+    sequences: Mapping[str, SequenceField] | None = None,
     num_tasks: int = 1,
     device: torch.device | None = None,
 ) -> nn.Module:
@@ -69,10 +72,11 @@ def build_model(
     Args:
         config: architecture; ``config.embedding_dim`` is D.
         tables: of width ``physical_dim(D)``, or of a field's own width in ``config.embedding_dims``; their feature
-            names are the fields.
+            names are the fields, and the keys of sequences.
         num_dense: number of dense features N; 0 is fine.
         is_weighted: the ids carry weights, and all tables are pooled by sum.
         fields: the order in which the network sees them; by default that of the tables.
+        sequences: fields that are sequences, which ``fields`` must list.
         num_tasks: number of labels T.
         device: where everything is built, by default the CPU. With the meta device only the tables are there, so that
             sharding allocates them, and the dense part is on the CPU.
@@ -93,26 +97,43 @@ def build_model(
         embedding_dims=config.embedding_dims,
         is_weighted=is_weighted,
         fields=fields,
+        sequences=sequences,
         device=device,
     )
-    widths = config.widths(front.fields)
+    looked_up = _looked_up_front(config, front.fields, num_dense, sequences)
     if is_import_path(config.name):
-        _check_own(config, widths, num_dense, num_tasks)
+        # Tried on a few samples, without changing the random numbers of the run.
+        with torch.random.fork_rng(devices=[]):
+            check_network(config.name, lambda: _network(config, looked_up, num_tasks), looked_up, num_tasks)
     model = _network(config, front, num_tasks)
     if device is not None and device.type != "meta":
         model.to(device)
     return model
 
 
-def build_network(config: ModelConfig, fields: Sequence[str], num_dense: int, num_tasks: int = 1) -> nn.Module:
+def build_network(
+    config: ModelConfig,
+    fields: Sequence[str],
+    num_dense: int,
+    num_tasks: int = 1,
+    sequences: Mapping[str, SequenceField] | None = None,
+) -> nn.Module:
     """Builds the network ``config.name`` without its tables, for rows that are looked up and pooled elsewhere.
 
     Returns:
         A module on the CPU, ``forward(dense float [B, N], rows float [B, F, P]) -> logits float [B]``, or [B, T] of
         T > 1 tasks, for the F ``fields``, with P = ``physical_dim(D)``, or that of the largest width where fields have
-        their own. Its parameters have the names they have in :func:`build_model`'s.
+        their own. With sequences, it takes ``(rows, lengths)`` in place of the rows: a row for each key, [B, K, P],
+        zeros where there is no id, and the lengths int [B, sequences]. Its parameters have the names they have in
+        :func:`build_model`'s.
     """
-    return _network(config, LookedUpFront(config.widths(fields), config.embedding_dim, num_dense), num_tasks)
+    return _network(config, _looked_up_front(config, fields, num_dense, sequences), num_tasks)
+
+
+def _looked_up_front(
+    config: ModelConfig, fields: Sequence[str], num_dense: int, sequences: Mapping[str, SequenceField] | None
+) -> LookedUpFront:
+    return LookedUpFront(fields, config.widths(fields), config.embedding_dim, num_dense, sequences)
 
 
 def _network(config: ModelConfig, front: Front, num_tasks: int) -> nn.Module:
@@ -142,13 +163,6 @@ def _class_and_options(config: ModelConfig) -> tuple[type[nn.Module], dict[str, 
             f"{owner} is {kind}, not a subclass of torch.nn.Module; name a class such as docs/models.md has"
         )
     return network, checked_options(network, config.options, "model.options", owner, first=2, reserved=_TASKS)
-
-
-def _check_own(config: ModelConfig, widths: Sequence[int], num_dense: int, num_tasks: int) -> None:
-    """Tries a network of the user's own on a few samples, without changing the random numbers of the run."""
-    front = LookedUpFront(widths, config.embedding_dim, num_dense)
-    with torch.random.fork_rng(devices=[]):
-        check_network(config.name, lambda: _network(config, front, num_tasks), front, len(widths), num_tasks)
 
 
 _TASKS = "num_tasks"

@@ -13,7 +13,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch
-from cowrec.models import MODELS, ModelConfig, build_model, l2_kernels, physical_dim
+from cowrec.models import ModelConfig, build_model, l2_kernels, physical_dim
+from history_cases import FLAT
 
 pytest_plugins = ["one_group"]
 
@@ -82,7 +83,7 @@ def pair(name: str) -> tuple[Training, DistributedModelParallel]:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FLAT)
 def test_sharded_equals_unsharded_also_in_a_pipeline(name: str) -> None:
     """Additions after the lookup are the same, except for the matrix library's order; L2 finds the same kernels.
 

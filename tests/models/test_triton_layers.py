@@ -49,7 +49,7 @@ def compare_features(shape: tuple[int, int, int, int], dtype: torch.dtype) -> No
         return rows[:, :, dim].sum(1), torch.cat([embeddings.flatten(1), dense], 1), pairs
 
     def found(rows: Tensor, dense: Tensor) -> tuple[Tensor, ...]:
-        x = front._features(rows, dense, dim)
+        x = front._features(rows, dense, dim, {})
         assert x.pairs is not None
         if x.padded is not None:
             assert x.padded.shape[1] % 8 == 0

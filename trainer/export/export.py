@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -200,17 +201,19 @@ def write_export(
 def exported_network(network: nn.Module, config: ModelConfig, schema: Schema) -> torch.export.ExportedProgram:
     """Exports a network as plain torch operators, ``(dense [B, N], rows [B, F, P]) -> logits [B]``, for any B.
 
+    With sequences, ``(rows [B, K, P], lengths [B, sequences])`` takes the place of the rows; see `build_network`.
+
     Raises:
         ValueError: torch cannot export a network of the user's own.
     """
     samples = torch.export.Dim("samples")
-    example = (
-        torch.zeros(3, len(schema.dense)),
-        torch.zeros(3, len(schema.sparse), _row_width(config, schema)),
-    )
+    rows, any_samples = torch.zeros(3, len(schema.keys), _row_width(config, schema)), {0: samples}
+    looked_up: Any = _with_lengths(rows, schema)
+    shapes: Any = any_samples if looked_up is rows else (any_samples, any_samples)
     try:
         with torch.no_grad():
-            return torch.export.export(network, example, dynamic_shapes=({0: samples}, {0: samples}))
+            example = (torch.zeros(3, len(schema.dense)), looked_up)
+            return torch.export.export(network, example, dynamic_shapes=(any_samples, shapes))
     except Exception as error:
         if not is_import_path(config.name):
             raise
@@ -225,7 +228,7 @@ def exported_network(network: nn.Module, config: ModelConfig, schema: Schema) ->
 def _trained_network(config: ModelConfig, schema: Schema, dense: Mapping[str, Tensor]) -> nn.Module:
     # Building draws initial values, which must not change the random numbers of a run.
     with torch.random.fork_rng(devices=[]):
-        network = build_network(config, _fields(schema), len(schema.dense), len(schema.labels)).eval()
+        network = build_network(config, _fields(schema), len(schema.dense), len(schema.labels), schema.sequences).eval()
     network.load_state_dict(dict(dense))
     if schema.logit_shift:
         network.register_forward_hook(lambda module, inputs, logits: logits + schema.logit_shift)
@@ -234,6 +237,12 @@ def _trained_network(config: ModelConfig, schema: Schema, dense: Mapping[str, Te
 
 def _fields(schema: Schema) -> list[str]:
     return [field.name for field in schema.sparse]
+
+
+def _with_lengths(rows: Tensor, schema: Schema) -> Tensor | tuple[Tensor, Tensor]:
+    """Rows [B, K, P] as networks take them: of sequences with lengths, which here are the largest ones."""
+    lengths = [each.max_length for each in schema.sequences.values()]
+    return (rows, torch.tensor(lengths).repeat(len(rows), 1)) if lengths else rows
 
 
 def _row_width(config: ModelConfig, schema: Schema) -> int:
@@ -258,18 +267,20 @@ class _Probe:
     def __init__(self, schema: Schema, config: ModelConfig) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self._dense = torch.rand(_PROBE_SAMPLES, len(schema.dense), generator=self._generator)
-        self._index = {name: index for index, name in enumerate(_fields(schema))}
-        shape = (_PROBE_SAMPLES, len(schema.sparse), _row_width(config, schema))
+        self._schema = schema
+        shape = (_PROBE_SAMPLES, len(schema.keys), _row_width(config, schema))
         self._trained, self._stored = torch.zeros(shape), torch.zeros(shape)
 
     def add(self, table: TrainedTable, restored: Tensor) -> None:
-        for feature in table.features:
+        owners = [field.vocabulary for field in self._schema.sparse for _ in field.keys]
+        for index in [index for index, owner in enumerate(owners) if owner in table.features]:
             rows = torch.randint(len(table.rows), (_PROBE_SAMPLES,), generator=self._generator)
             columns = slice(table.rows.shape[1])
-            self._trained[:, self._index[feature], columns] = table.rows[rows]
-            self._stored[:, self._index[feature], columns] = restored[rows]
+            self._trained[:, index, columns] = table.rows[rows]
+            self._stored[:, index, columns] = restored[rows]
 
     def logits_error(self, network: nn.Module, program: nn.Module) -> float:
         with torch.no_grad():
-            difference = network(self._dense, self._trained) - program(self._dense, self._stored)
+            trained, stored = (_with_lengths(rows, self._schema) for rows in (self._trained, self._stored))
+            difference = network(self._dense, trained) - program(self._dense, stored)
         return float(difference.abs().max())

@@ -147,7 +147,7 @@ def _id_names(data_dir: Path, field: SparseField, ids: np.ndarray) -> list[str]:
     """The ids as the vocabulary has them; numbers where there is none."""
     names = {OUT_OF_VOCABULARY: _UNKNOWN_NAME, MISSING: _MISSING_NAME}
     if field.encoding == "vocabulary":
-        values = pq.read_table(vocabulary_file(data_dir, field.name), columns=["value"])["value"]
+        values = pq.read_table(vocabulary_file(data_dir, field.vocabulary), columns=["value"])["value"]
         own = [each for each in ids.tolist() if each >= RESERVED_ROWS]
         rows = pa.array([each - RESERVED_ROWS for each in own], pa.int64())
         names |= dict(zip(own, values.take(rows).to_pylist(), strict=True))

@@ -61,7 +61,7 @@ class OnlinePublication:
     def __init__(self, url: str, state: TrainState, run_dir: Path) -> None:
         config, schema, process = state.plan.config, state.plan.schema, state.plan.process
         self._config, self._state, self._specs = config.online, state, state.plan.tables
-        self._dirty = DirtyRows(self._specs, [field.name for field in schema.sparse])
+        self._dirty = DirtyRows(self._specs, schema.keys)
         self._known = {spec.name: KnownIds(spec) for spec in self._specs if spec.ids.kind == "collisionless"}
         self._peers = Peers(process)
         self._rows_due = self._dense_due = 0.0
@@ -267,22 +267,22 @@ class DirtyRows:
 
     Args:
         specs: the tables.
-        fields: names of the batches' fields, in their order.
+        keys: of the batches, in their order.
     """
 
-    def __init__(self, specs: Sequence[TableSpec], fields: Sequence[str]):
+    def __init__(self, specs: Sequence[TableSpec], keys: Sequence[str]):
         self._specs = list(specs)
         first, firsts = 0, dict[str, int]()
         for spec in specs:
-            firsts |= {field.name: first for field in spec.fields}
+            firsts |= dict.fromkeys(spec.keys, first)
             first += spec.num_embeddings
-        self._first_of_field = torch.tensor([firsts[name] for name in fields])
+        self._first_of_key = torch.tensor([firsts[key] for key in keys])
         self._dirty = torch.zeros(first, dtype=torch.bool)
 
     def mark(self, rows: KeyedJaggedTensor) -> None:
         """Marks the rows of a batch. Waits for the device if they are on one."""
         counts = torch.tensor(rows.length_per_key())
-        self._dirty[rows.values().cpu() + torch.repeat_interleave(self._first_of_field, counts)] = True
+        self._dirty[rows.values().cpu() + torch.repeat_interleave(self._first_of_key, counts)] = True
 
     def take(self, peers: Peers) -> dict[str, Tensor]:
         """Returns the rows of each table that some process has marked, int64 [n], ascending, and clears all flags.

@@ -1,14 +1,14 @@
 """Inference of a network: for few samples by its recorded operations, whose Python would take longer than they do.
 
-Sizes: B samples, N dense features, F fields, P stored width, T tasks.
+Sizes: B samples, N dense features, K keys of the fields, P stored width, T tasks, S sequences.
 """
 
 import copy
 import functools
 import logging
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from cowrec.models.linear_relu import LinearRelu
 
 logger = logging.getLogger(__name__)
+
+LookedUp: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 _FEW_SAMPLES = 32
 """Most samples for which operations are replayed; for more, oneDNN's fused layers gain more than Python costs."""
@@ -29,14 +31,17 @@ class InferenceNetwork:
     Args:
         network: as built; its weights stay as they are.
         logit_shift: added to the logits.
-        sizes: N, F, P.
+        sizes: N, K, P.
+        lengths: largest length of each sequence, [S].
     """
 
-    def __init__(self, network: nn.Module, logit_shift: float, sizes: tuple[int, int, int]) -> None:
+    def __init__(
+        self, network: nn.Module, logit_shift: float, sizes: tuple[int, int, int], lengths: Sequence[int] = ()
+    ) -> None:
         self._computed = _Probabilities(network, logit_shift).eval().requires_grad_(False)
         self._weights = _weights(self._computed)
         with torch.inference_mode():
-            self._replay = _recorded(self._computed, sizes)
+            self._replay = _recorded(self._computed, sizes, torch.tensor(lengths, dtype=torch.int64))
 
     @property
     def replays(self) -> bool:
@@ -58,8 +63,8 @@ class InferenceNetwork:
                 module.pack()
         return other
 
-    def __call__(self, dense: Tensor, rows: Tensor) -> Tensor:
-        """Of dense features [B, N] and rows [B, F, P].
+    def __call__(self, dense: Tensor, rows: LookedUp) -> Tensor:
+        """Of dense features [B, N] and rows [B, K, P], with sequences as a pair with their lengths, int64 [B, S].
 
         Faster in a thread that is in inference mode already.
         """
@@ -79,7 +84,7 @@ class _Probabilities(nn.Module):
         super().__init__()
         self.network, self._shift = network, logit_shift
 
-    def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+    def forward(self, dense: Tensor, rows: LookedUp) -> Tensor:
         logits: Tensor = self.network(dense, rows)
         return (logits + self._shift if self._shift else logits).sigmoid()
 
@@ -88,23 +93,25 @@ def _weights(computed: nn.Module) -> list[Tensor]:
     return list(computed.state_dict(keep_vars=True).values())
 
 
-def _recorded(computed: nn.Module, sizes: tuple[int, int, int]) -> Any:
+def _recorded(computed: nn.Module, sizes: tuple[int, int, int], lengths: Tensor) -> Any:
     """The operations for one sample, of dense features, rows and the weights in the order of the state dictionary.
 
     None if they may be others for other samples or weights, as those of a network of one's own. The weights are
     arguments, so that all versions share one recording: TorchScript never frees one in which weights are constants.
     """
-    num_dense, fields, width = sizes
+    num_dense, keys, width = sizes
     shell = copy.deepcopy(computed)
     holders = [_holder(shell, name) for name in computed.state_dict()]
 
     drawn = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
 
-    def inputs(samples: int) -> tuple[Tensor, ...]:
+    def inputs(samples: int) -> tuple[Any, ...]:
         weights = (0.2 * drawn(*each.shape) if each.is_floating_point() else each for each in _weights(computed))
-        return drawn(samples, num_dense), drawn(samples, fields, width), *weights
+        rows = drawn(samples, keys, width)
+        looked_up = (rows, torch.arange(samples)[:, None] % (lengths + 1)) if len(lengths) else rows
+        return drawn(samples, num_dense), looked_up, *weights
 
-    def compute(dense: Tensor, rows: Tensor, *weights: Tensor) -> Any:
+    def compute(dense: Tensor, rows: LookedUp, *weights: Tensor) -> Any:
         for (holder, name), weight in zip(holders, weights, strict=True):
             holder[name] = weight  # torch.func.functional_call refuses to be traced
         return shell(dense, rows)

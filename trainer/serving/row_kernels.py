@@ -1,6 +1,7 @@
 """Stores of rows by id, in which ids are found by open addressing, and the gathering and pooling of their rows.
 
-Compiled, without the GIL. Sizes: B samples, S single-valued fields, F fields, V ids, n rows, P stored width.
+Compiled, without the GIL. Sizes: B samples, S single-valued fields, F keys of the fields, one for each position of
+a sequence, V ids, n rows, P stored width. The number of a field is that of its first key.
 """
 
 from typing import NamedTuple
@@ -61,7 +62,9 @@ class Bag(NamedTuple):
     """One list field of a batch.
 
     Attributes:
-        field: its number.
+        field: number of the field under which its ids are known, which a sequence may share.
+        first: its own number.
+        positions: of a sequence, whose rows are not pooled; else 0.
         ids: [V]; sample b has those from ``offsets[b]`` to ``offsets[b + 1]``.
         offsets: [B + 1].
         weights: float32 [V], or empty if the field is not weighted.
@@ -69,6 +72,8 @@ class Bag(NamedTuple):
     """
 
     field: int
+    first: int
+    positions: int
     ids: np.ndarray
     offsets: np.ndarray
     weights: np.ndarray
@@ -272,19 +277,25 @@ def gather(start, stop, ids, fields, tables, out):
 def gather_bag(start, stop, bag, tables, out):
     """Pools the rows of a list field for the samples from ``start`` to ``stop``, into float32 out [B, F, P or more].
 
+    Those of a sequence are written to its positions, the last one last, after zeros.
+
     Returns how many ids had no row of their own.
     """
-    ids, offsets, weights, field = bag.ids, bag.offsets, bag.weights, bag.field
+    ids, offsets, weights, field, positions = bag.ids, bag.offsets, bag.weights, bag.field, bag.positions
     base, size = tables.bases[bag.field], tables.sizes[bag.field]
     halves, num_fields = tables.halves, len(tables.bases)
     slots, rows, scales = tables.base
     over_slots, over_rows, over_scales = tables.overlay
     unknown = 0
     for sample in range(start, stop):
-        total = out[sample, field, : rows.shape[1]]
-        total[:] = 0
-        length = offsets[sample + 1] - offsets[sample]
-        for k in range(offsets[sample], offsets[sample + 1]):
+        own = out[sample, bag.first : bag.first + max(positions, 1), : rows.shape[1]]
+        own[:] = 0
+        total = own[0]
+        end = offsets[sample + 1]
+        length = min(end - offsets[sample], positions) if positions else end - offsets[sample]
+        for k in range(end - length, end):
+            if positions:
+                total = own[positions - (end - k)]
             row, is_unknown = _look_up(slots, over_slots, ids[k], field, num_fields, base, size)
             unknown += is_unknown
             weight = weights[k] if len(weights) else np.float32(1)

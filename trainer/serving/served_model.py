@@ -56,30 +56,30 @@ class ServedModel:
     def __init__(self, manifest: Manifest, schema: Schema) -> None:
         self.manifest, self.schema = manifest, schema
         self._state: ModelState
-        self._number = {field.name: number for number, field in enumerate(schema.sparse)}
-        table_of, sizes = np.full(len(schema.sparse), -1), np.empty(len(schema.sparse), np.int64)
-        for number, table in enumerate(manifest.tables.values()):
-            for feature in table.features:
-                table_of[self._number[feature]] = number
-                sizes[self._number[feature]] = -1 if table.collisionless else table.rows
-        if (table_of < 0).any():
-            raise ValueError(
-                f"field {schema.sparse[int(table_of.argmin())].name!r} has no table; export the model again"
-            )
-        self._buckets = {
+        keys, served = list(schema.keys), [field.name for field in schema.sparse]
+        self._number = {field.name: keys.index(field.keys[0]) for field in schema.sparse}
+        described = list(manifest.tables.values())
+        table_of_field = {feature: number for number, table in enumerate(described) for feature in table.features}
+        absent = [field.name for field in schema.sparse if field.vocabulary not in table_of_field]
+        if absent:
+            raise ValueError(f"field {absent[0]!r} has no table; export the model again")
+        table_of = np.array([table_of_field[field.vocabulary] for field in schema.sparse for _ in field.keys])
+        sizes = np.array([-1 if each.collisionless else each.rows for each in described], np.int64)[table_of]
+        buckets = {
             feature: (table.hash_buckets, index)
-            for table in manifest.tables.values()
+            for table in described
             for index, feature in enumerate(table.features)
             if table.hash_buckets
         }
-        self._fields_served = [field.name for field in schema.sparse]
-        self._widths = [physical_dim(width) for width in manifest.model.widths(self._fields_served)]
-        widths = np.array(self._widths)
-        self._rows = ServedRows(schema, sizes, table_of, widths, manifest.precision)
-        network = build_network(manifest.model, self._fields_served, len(schema.dense), len(schema.labels)).eval()
-        self._inference = InferenceNetwork(
-            network, schema.logit_shift, (len(schema.dense), len(schema.sparse), max(self._widths))
-        )
+        self._buckets = {each.name: buckets[each.vocabulary] for each in schema.sparse if each.vocabulary in buckets}
+        widths = zip(schema.sparse, manifest.model.widths(served), strict=True)
+        self._widths = [physical_dim(width) for field, width in widths for _ in field.keys]
+        self._rows = ServedRows(schema, sizes, table_of, np.array(self._widths), manifest.precision)
+        self._longest = {name: each.max_length for name, each in schema.sequences.items()}
+        num_dense, labels = len(schema.dense), len(schema.labels)
+        network = build_network(manifest.model, served, num_dense, labels, schema.sequences).eval()
+        shape = (num_dense, len(keys), max(self._widths))
+        self._inference = InferenceNetwork(network, schema.logit_shift, shape, [*self._longest.values()])
         self._applying, self._predicting = threading.Lock(), threading.Lock()
         self._unknown_ids = self._applied_rows = 0
 
@@ -134,8 +134,9 @@ class ServedModel:
             samples = self._with_bucket_rows(samples)
         with self._predicting:
             state = self._state
-            looked_up, unknown = self._rows.gather(samples, state.tables)
-            predicted = state.network(samples.dense, looked_up)
+            rows, unknown = self._rows.gather(samples, state.tables)
+            lengths = [samples.bags[name].lengths.clamp(max=most) for name, most in self._longest.items()]
+            predicted = state.network(samples.dense, (rows, torch.stack(lengths, 1)) if lengths else rows)
             self._unknown_ids += unknown
         return predicted.numpy(), state.version
 

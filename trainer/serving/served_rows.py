@@ -1,6 +1,7 @@
 """The rows of all tables of a served model, and their lookup: of one version while the next one is written.
 
-Sizes: B samples, F fields, n rows, m removed ids, P stored width.
+Sizes: B samples, F keys of the fields, n rows, m removed ids, P stored width. The number of a field is that of its
+first key.
 """
 
 import copy
@@ -70,9 +71,9 @@ class ServedRows:
 
     Args:
         schema: names the fields.
-        sizes: rows of each field's table, which fields may share by ``table_of``; -1 if it is collisionless.
-        table_of: number of each field's table.
-        widths: stored width of each field's rows, int64 [F].
+        sizes: rows of each key's table, which keys may share by ``table_of``; -1 if it is collisionless.
+        table_of: number of each key's table.
+        widths: stored width of each key's rows, int64 [F].
         precision: of the stored rows.
 
     Attributes:
@@ -83,7 +84,9 @@ class ServedRows:
     def __init__(self, schema: Schema, sizes: Ids, table_of: Ids, widths: Ids, precision: Precision) -> None:
         self.removed = 0
         self._shape = (len(widths), int(max(widths)))
-        fields = list(enumerate(schema.sparse))
+        numbers = {key: number for number, key in enumerate(schema.keys)}
+        self._number = {field.name: numbers[field.keys[0]] for field in schema.sparse}
+        fields = [(self._number[field.name], field) for field in schema.sparse]
         singles = np.array([number for number, field in fields if field.kind == "categorical"], np.int64)
         self._parts, self._of_width = dict[int, _RowsOfWidth](), []
         for width in np.unique(widths).tolist():
@@ -101,7 +104,8 @@ class ServedRows:
     def gather(self, samples: SampleBlock, tables: Sequence[Tables]) -> tuple[Tensor, int]:
         """Pooled rows, float32 [B, F, largest P], and how many ids had no row of their own; in any thread.
 
-        Any numbers follow the columns of narrower rows. ``tables`` are those of this object, now or at an earlier time.
+        Those of a sequence are by position, zeros where there is no id. Any numbers follow the columns of
+        narrower rows. ``tables`` are those of this object, now or at an earlier time.
         """
         out, unknown = np.empty((len(samples), *self._shape), np.float32), 0
         all_ids = samples.ids.numpy()
@@ -113,7 +117,8 @@ class ServedRows:
                 values = samples.bags[field.name]
                 weights = _NO_WEIGHTS if values.weights is None else values.weights.numpy()
                 ids, offsets = values.values.numpy().astype(np.int64, copy=False), values.offsets.numpy()
-                bag = Bag(number, ids, offsets, weights, field.pooling == "mean")
+                shared = self._number[field.vocabulary]
+                bag = Bag(shared, number, field.max_length, ids, offsets, weights, field.pooling == "mean")
                 unknown += gather_bag(0, len(samples), bag, own, out)
         return torch.from_numpy(out), unknown
 
@@ -283,4 +288,4 @@ class _RowsOfWidth:
         copy_to_larger(base.rows, base.rows.copy()), copy_to_larger(base.scales, base.scales.copy())
         remove(none, none, base.slots, none)
         gather(0, 0, np.empty((0, 0), np.int64), none, self.tables, out)
-        gather_bag(0, 0, Bag(0, none, none, _NO_WEIGHTS, False), self.tables, out)
+        gather_bag(0, 0, Bag(0, 0, 0, none, none, _NO_WEIGHTS, False), self.tables, out)

@@ -71,6 +71,7 @@ def unsharded_task(plan: RunPlan) -> TrainTask:
         len(schema.dense),
         is_weighted=schema.is_weighted,
         fields=[field.name for field in schema.sparse],
+        sequences=schema.sequences,
         num_tasks=len(schema.labels),
         device=torch.device("meta"),
     )
@@ -206,7 +207,7 @@ def embedding_optimizer(plan: RunPlan, model: nn.Module) -> EmbeddingAdam | Look
         return EmbeddingAdam(model, adam, rule, clip_columns=columns, lr_factors=factors)
     if config.clip.rule == "none" and hyperparameters.l2 == 0:
         return None
-    several = [field.name for field in plan.schema.sparse if field.kind != "categorical"]
+    several = [field.name for field in plan.schema.sparse if field.kind in ("multi", "weighted")]
     if several:
         raise ValueError(
             f'optimizer.embedding = "{config.optimizer.embedding}" can neither clip the embedding apart from the wide'

@@ -1,6 +1,6 @@
 """Id translation: the stage that replaces a batch's ids by rows of the embedding tables before the model runs.
 
-B samples, F fields, V ids of a batch.
+B samples, F keys of fields, V ids of a batch.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ class IdTranslation:
 
     def __init__(self, plan: RunPlan, model: nn.Module, adam: EmbeddingAdam | None) -> None:
         config, schema, process, specs = plan.config, plan.schema, plan.process, plan.tables
-        self._fields = [field.name for field in schema.sparse]
+        self._fields = [field.vocabulary for field in schema.sparse for _ in field.keys]
         self._buckets = {
             field.name: (spec.ids.capacity, index)
             for spec in specs
@@ -105,7 +105,7 @@ class IdTranslation:
         return _with_rows(batch, self.tables.rows_of(ids, splits) if self.tables else ids)
 
     def _flat_ids(self, sparse: KeyedJaggedTensor) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int64 [V], hashed ones as rows, and the first of each field, int64 [F + 1]. Waits for the device."""
+        """Ids int64 [V], hashed ones as rows, and the first of each key, int64 [F + 1]. Waits for the device."""
         splits = np.concatenate([[0], np.cumsum(np.array(sparse.length_per_key(), np.int64))])
         ids = sparse.values().cpu().numpy().astype(np.int64)
         for field, name in enumerate(self._fields):

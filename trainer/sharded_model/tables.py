@@ -49,7 +49,8 @@ class TableSpec:
 
     Attributes:
         name: of the table, see :func:`table_name`.
-        fields: fields whose ids the table holds.
+        fields: fields whose ids the table holds; the ids of one are other rows than those of another.
+        keys: the keys by which it is looked up: those of the fields, and of sequences that share one of them.
         ids: its `[id_table]` settings.
         num_embeddings: its rows, including the reserved rows.
         embedding_dim: width of its embeddings, without the wide weight.
@@ -57,6 +58,7 @@ class TableSpec:
 
     name: str
     fields: tuple[SparseField, ...]
+    keys: tuple[str, ...]
     ids: IdConfig
     num_embeddings: int
     embedding_dim: int
@@ -69,8 +71,9 @@ def table_specs(schema: Schema, config: RunConfig) -> list[TableSpec]:
         ValueError: raw ids without an id table, fields that cannot share a table, or an unknown table or field.
     """
     by_name = {field.name: field for field in schema.sparse}
+    own = [field.name for field in schema.sparse if not field.shares]
     widths, specs = dict(zip(by_name, config.model.widths(list(by_name)), strict=True)), []
-    for name, names in config.id_table.table_fields(list(by_name)).items():
+    for name, names in config.id_table.table_fields(own).items():
         fields, ids = tuple(by_name[each] for each in names), config.id_table.of_table(name)
         for field in fields:
             if ids.kind == "rows" and field.encoding == "raw":
@@ -93,7 +96,8 @@ def table_specs(schema: Schema, config: RunConfig) -> list[TableSpec]:
                 f"table {name!r} is shared by {', '.join(names)}, whose row numbers mean different ids; set its kind to"
                 ' "collisionless" or "hash", or give each field its own table'
             )
-        specs.append(TableSpec(table_name(name), fields, ids, _rows(fields, ids), widths[names[0]]))
+        keys = tuple(key for field in schema.sparse if field.vocabulary in names for key in field.keys)
+        specs.append(TableSpec(table_name(name), fields, keys, ids, _rows(fields, ids), widths[names[0]]))
     return specs
 
 
@@ -112,7 +116,7 @@ def embedding_tables(schema: Schema, specs: Sequence[TableSpec]) -> list[Embeddi
             name=spec.name,
             num_embeddings=spec.num_embeddings,
             embedding_dim=physical_dim(spec.embedding_dim),
-            feature_names=[field.name for field in spec.fields],
+            feature_names=list(spec.keys),
             # A weighted collection only sums; the reader then gives a mean-pooled field's ids the weight 1/length.
             pooling=(
                 PoolingType.MEAN if spec.fields[0].pooling == "mean" and not schema.is_weighted else PoolingType.SUM

@@ -194,7 +194,7 @@ def _require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema) 
         different = "it is synthetic, of another seed or shape"
     else:
         for field in run.sparse:
-            files = [vocabulary_file(folder, field.name) for folder in (run_dir, data_dir)]
+            files = [vocabulary_file(folder, field.vocabulary) for folder in (run_dir, data_dir)]
             if field.encoding == "vocabulary" and not _same_vocabulary(*files):
                 different = f"the ids of field {field.name!r} differ"
                 break

@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models import MODELS, ModelConfig, build_model, build_network, l2_kernels, physical_dim, require_model
 from cowrec.models.layers import glorot_normal
+from history_cases import FLAT
 
 DIM = 3
 ROWS = (11, 5, 7)
@@ -144,7 +145,7 @@ def test_physical_dim(dim: int, stored: int) -> None:
 @pytest.mark.parametrize(
     ("name", "tasks"),
     [
-        *((name, 1) for name in MODELS),
+        *((name, 1) for name in FLAT),
         *((name, tasks) for name in ("shared_bottom", "mmoe", "ple") for tasks in (2, 3)),
     ],
 )
@@ -178,7 +179,7 @@ def test_glorot_normal_is_the_truncated_one(shape: tuple[int, ...]) -> None:
 
 
 def test_initial_biases_are_zero_and_the_seed_sets_the_other_weights() -> None:
-    for name in MODELS:
+    for name in FLAT:
         torch.manual_seed(7)
         first = build_model(small(name), tables(), 2, device=torch.device("meta"))
         torch.manual_seed(7)
@@ -256,7 +257,7 @@ def test_dlrm_of_one_field_and_dense_features_is_built() -> None:
     build_model(small("dlrm"), tables(rows=(5,)), 1)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "fm"])  # it has no matrix product
+@pytest.mark.parametrize("name", [name for name in FLAT if name != "fm"])  # it has no matrix product
 def test_under_autocast_logits_are_float32_and_near_those_without(name: str) -> None:
     """Logits and table gradients agree within a tenth of the largest, since roundings of 2^-9 add up over layers."""
     model, (dense, sparse) = small_model(name), random_batch(64)

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from cowrec.data_pipeline import Reader, SampleCodec, Schema
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
-from cowrec.models import MODELS, ModelConfig, build_network, physical_dim
+from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.trainer.export.export import export_run, exported_network
 from cowrec.trainer.export.manifest import Manifest, dequantise, quantise
 from cowrec.trainer.serving.served_model import ServedModel
+from history_cases import FLAT
 from online_cases import DRIFT, case_fixture
 from process_groups import in_processes
 from trained_runs import predicted, run, write_network
@@ -92,7 +93,7 @@ def test_float32_predicts_what_the_trained_model_predicts(folder: Path, tmp_path
         assert program(torch.zeros(samples, 1), torch.zeros(samples, len(manifest.tables), 8)).shape == (samples,)
 
 
-@pytest.mark.parametrize("model", [name for name in MODELS if name not in TRAINED])
+@pytest.mark.parametrize("model", [name for name in FLAT if name not in TRAINED])
 def test_exported_networks_compute_the_same(folder: Path, model: str) -> None:
     """For any number of samples; weights are random, biases too; two fields have widths of their own."""
     torch.manual_seed(0)

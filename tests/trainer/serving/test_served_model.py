@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from cowrec.data_pipeline import OUT_OF_VOCABULARY, Schema
 from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.data_pipeline.dataset.shards import load_shards
-from cowrec.models import MODELS, ModelConfig, build_network, physical_dim
+from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.publishing.blob import Blob, Change, TableChange, decode, encode
 from cowrec.trainer.serving.inference_network import InferenceNetwork
 from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.serving.served_rows import RowChange, ServedRows
+from history_cases import FLAT
 from served_oracle import RESERVED, USER_WIDTH, WIDTH, Oracle, collisionless_schema, delta, full, random_samples
 from trained_runs import predicted, run
 from trainer_cases import COLUMNS, UNWEIGHTED, config_file, make_data
@@ -307,7 +308,7 @@ FIELDS, DENSE, DIM = ["a", "b", "c"], 2, 8
 SIZES = (DENSE, len(FIELDS), physical_dim(DIM))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FLAT)
 def test_inference_equals_the_network_of_training(name: str) -> None:
     """float32 sums in another order: 1e-6 is about ten units in the last place of a probability."""
     config = ModelConfig(name=name, embedding_dim=DIM, hidden=(16, 16))

@@ -1,0 +1,143 @@
+"""Sequences in the front and in networks of histories, against plain torch for one sample at a time."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from cowrec.models import ModelConfig, build_model, build_network, physical_dim
+from history_cases import OF_HISTORIES
+
+DIM, LENGTH, ITEMS = 3, 4, 9
+OPTIONS: dict[str, dict[str, object]] = {"din": {"attention": 5}}
+
+
+class Field(NamedTuple):
+    keys: tuple[str, ...]
+    shares: str = ""
+
+
+SEQUENCES = {
+    "history": Field(tuple(f"history[{k}]" for k in range(LENGTH)), "item"),
+    "tags": Field(("tags[0]", "tags[1]")),
+}
+FIELDS = ["history", "city", "item", "tags"]
+HISTORIES = [[3, 1, 3], [], [5], [8, 7, 6, 2]]
+TAGS = [[], [1, 2], [0], [2]]
+ITEM, CITY = [3, 4, 5, 0], [0, 1, 1, 2]
+
+
+def config(name: str) -> ModelConfig:
+    return ModelConfig(name=name, embedding_dim=DIM, hidden=(6, 5), options=OPTIONS.get(name, {}))
+
+
+def model_of(name: str) -> nn.Module:
+    """A network with random parameters."""
+    torch.manual_seed(1)
+    names = [("table", ITEMS, ["item", *SEQUENCES["history"].keys]), ("city", 3, ["city"])]
+    names.append(("tags", 3, list(SEQUENCES["tags"].keys)))
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=physical_dim(DIM), feature_names=keys)
+        for name, rows, keys in names
+    ]
+    model = build_model(config(name), tables, 1, fields=FIELDS, sequences=SEQUENCES)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    return model
+
+
+def batch() -> tuple[Tensor, KeyedJaggedTensor]:
+    fields = ((HISTORIES, LENGTH), ([[each] for each in CITY], 1), ([[each] for each in ITEM], 1), (TAGS, 2))
+    ids: list[list[int]] = []
+    for values, length in fields:
+        for back in range(length, 0, -1):
+            ids += [[each[-back]] if len(each) >= back else [] for each in values]
+    keys = [key for name in FIELDS for key in (SEQUENCES[name].keys if name in SEQUENCES else (name,))]
+    lengths = torch.tensor([len(each) for each in ids], dtype=torch.int32)
+    values = torch.tensor([each for one in ids for each in one], dtype=torch.int32)
+    return torch.rand(len(ITEM), 1), KeyedJaggedTensor(keys, values, lengths=lengths, stride=len(ITEM))
+
+
+def rows_of(model: nn.Module, table: str, ids: list[int]) -> Tensor:
+    return model.front.embeddings.embedding_bags[table].weight[torch.tensor(ids, dtype=torch.int64)]
+
+
+def mlp(layers: nn.Module, x: Tensor) -> Tensor:
+    for layer in (each for each in layers.layers if isinstance(each, nn.Linear)):
+        x = torch.clamp(layer.weight @ x + layer.bias, min=0)
+    return x
+
+
+def din(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
+    """Figure 2 of the paper, with the two embeddings and their product as inputs of the activation unit."""
+    unit, target = model.attention.units[0], rows_of(model, "table", ITEM)[sample, :DIM]
+    interest = torch.zeros(DIM)
+    for step in rows_of(model, "table", HISTORIES[sample])[:, :DIM]:
+        hidden = torch.cat([step, target, step * target]) @ unit.kernel + unit.bias
+        hidden = torch.where(hidden > 0, hidden, unit.slope * hidden)
+        interest = interest + (hidden @ unit.output[:, 0] + unit.output_bias) * step
+    tags = rows_of(model, "tags", TAGS[sample])[:, :DIM]
+    city = rows_of(model, "city", CITY)[sample, :DIM]
+    pooled = tags.mean(0) if len(tags) else torch.zeros(DIM)
+    x = mlp(model.mlp, torch.cat([interest, city, target, pooled, dense]))
+    return x @ model.output.kernel[:, 0] + model.output.bias[0]
+
+
+FORMULAS = {"din": din}
+
+
+@pytest.mark.parametrize("name", OF_HISTORIES)
+def test_logits_and_gradients_follow_the_paper(name: str) -> None:
+    """Histories of 3, 0, 1 and 4 items, of which some repeat and one is the scored one."""
+    model, (dense, sparse) = model_of(name), batch()
+    logits = model(dense, sparse)
+    expected = torch.stack([FORMULAS[name](model, sample, dense[sample]) for sample in range(len(ITEM))])
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(len(ITEM))
+    found = torch.autograd.grad(logits @ weights, [*model.parameters()], allow_unused=True)
+    wanted = torch.autograd.grad(expected @ weights, [*model.parameters()], allow_unused=True)
+    for (key, parameter), one, other in zip(model.named_parameters(), found, wanted, strict=True):
+        zeros = torch.zeros_like(parameter)
+        one, other = zeros if one is None else one, zeros if other is None else other
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_the_front_gives_rows_masks_and_their_mean() -> None:
+    model, (dense, sparse) = model_of("deepfm"), batch()
+    x = model.front(dense, sparse)
+    history, mask = x.sequences["history"]
+    assert mask.tolist() == [[k >= LENGTH - len(each) for k in range(LENGTH)] for each in HISTORIES]
+    for sample, ids in enumerate(HISTORIES):
+        own = rows_of(model, "table", ids)
+        assert torch.equal(history[sample, LENGTH - len(ids) :], own)
+        assert not history[sample, : LENGTH - len(ids)].any()
+        mean = own.mean(0) if ids else torch.zeros(own.shape[1])
+        torch.testing.assert_close(x.rows[sample, FIELDS.index("history")], mean)
+    assert torch.equal(x.rows[:, FIELDS.index("item")], rows_of(model, "table", ITEM))
+    assert [*x.sequences] == ["history", "tags"]
+
+
+@pytest.mark.parametrize("name", ["deepfm", *OF_HISTORIES])
+def test_rows_that_are_looked_up_elsewhere_give_the_same_logits(name: str) -> None:
+    """A row of zeros within a history counts, as the mask comes from the lengths."""
+    model, (dense, sparse) = model_of(name), batch()
+    with torch.no_grad():
+        model.front.embeddings.embedding_bags["table"].weight[1] = 0
+    network = build_network(config(name), FIELDS, 1, sequences=SEQUENCES)
+    network.load_state_dict({key: value for key, value in model.state_dict().items() if ".embeddings." not in key})
+    looked_up = model.front.embeddings(sparse).to_dict()
+    rows = torch.stack([looked_up[key] for key in sparse.keys()], 1)  # noqa: SIM118
+    lengths = torch.tensor([[len(each) for each in one] for one in (HISTORIES, TAGS)]).t()
+    assert torch.equal(network(dense, (rows, lengths)), model(dense, sparse))
+
+
+def test_what_histories_need_is_said() -> None:
+    with pytest.raises(ValueError, match='"din" needs a field of kind sequence that shares the table'):
+        build_network(config("din"), ["item"], 1)
+    own = ModelConfig(name="deepfm", embedding_dim=DIM, embedding_dims={"item": 7})
+    with pytest.raises(ValueError, match=r"model.embedding_dims.item = 7, but the sequence 'history'"):
+        build_network(own, FIELDS, 1, sequences=SEQUENCES)

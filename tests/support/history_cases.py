@@ -1,0 +1,68 @@
+"""Small data with histories, whose clicks depend on them, for the tests of sequence fields."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from cowrec.data_pipeline import PrepareConfig, Schema, prepare
+from cowrec.data_pipeline.synthetic.histories import HistoryConfig, history_tables
+from cowrec.models import MODELS
+
+OF_HISTORIES = ("din",)
+FLAT = [name for name in MODELS if name not in OF_HISTORIES]
+"""Networks that need no history."""
+
+HISTORIES = HistoryConfig(rows=400, items=40, groups=4, max_length=5, history_effect=2.0)
+COLUMNS = """
+label = "label"
+time = "time"
+[[fields]]
+name = "item"
+kind = "categorical"
+[[fields]]
+name = "history"
+kind = "sequence"
+max_length = 4
+shares = "item"
+[[fields]]
+name = "seen"
+column = "history"
+kind = "multi"
+"""
+"""The longest histories are longer than is kept; the same lists are pooled too, in a table of their own."""
+
+RUN = """
+[model]
+name = "din"
+embedding_dim = 6
+hidden = [8]
+
+[train]
+batch_size = 51
+eval_batch_size = 20
+epochs = 1
+log_every = 2
+device = "cpu"
+
+[optimizer]
+base_batch_size = 51
+embedding_lr = 1e-2
+dense_lr = 1e-2
+l2 = 1e-4
+
+[clip]
+rule = "cowclip"
+r = 0.5
+zeta = 1e-4
+"""
+
+
+def make_histories(folder: Path, *, raw_ids: bool = False) -> Schema:
+    """Makes ``run.toml``, ``raw.parquet``, ``columns.toml`` and ``data`` in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_text(RUN)
+    (folder / "columns.toml").write_text(COLUMNS)
+    (table,) = history_tables(HISTORIES, 0, HISTORIES.rows)
+    pq.write_table(table, folder / "raw.parquet")
+    config = PrepareConfig(split="order", test_rows=101, raw_ids=raw_ids, dense="none")
+    return prepare("tabular", [folder / "raw.parquet"], folder / "data", config, schema_file=folder / "columns.toml")

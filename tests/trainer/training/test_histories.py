@@ -1,0 +1,124 @@
+"""Runs on histories: several processes, resumed runs, and `serve` predict what one process and `predict` do."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from cowrec.data_pipeline import RESERVED_ROWS, SampleCodec, Schema, prepare
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.export.export import export_run
+from cowrec.trainer.export.manifest import Manifest
+from cowrec.trainer.runtime.processes import Process
+from cowrec.trainer.serving.request_samples import RequestSample, encode_samples
+from cowrec.trainer.serving.served_model import ServedModel
+from cowrec.trainer.sharded_model.run_plan import RunPlan
+from history_cases import HISTORIES, make_histories
+from run_comparison import assert_close, assert_same, state_of
+from shared_work import made_once
+from trained_runs import predicted, run
+from trainer_cases import case_of, interrupted, train_in_processes
+
+IDS = ["id_table.kind=collisionless", "id_table.capacity=100"]
+HASHED = ["id_table.kind=hash", "id_table.capacity=30"]
+OFTEN = ["checkpoint.every_steps=2", "checkpoint.keep_last=100"]
+SETTINGS: dict[str, tuple[str, list[str]]] = {
+    "vocabulary": ("vocabulary", OFTEN),
+    "ids": ("raw", [*OFTEN, *IDS]),
+    "hashed": ("raw", [*HASHED, "model.name=deepfm", "optimizer.absent_rows=lazy"]),
+    "own": ("raw", [*IDS, "model.name=my_attention:AttentionPooled"]),
+}
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
+
+
+def make_runs(folder: Path) -> None:
+    for data in ("vocabulary", "raw"):
+        make_histories(folder / data, raw_ids=data == "raw")
+    _, *blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    code = "\n".join(["import torch", "from torch import Tensor, nn", *blocks])
+    (folder / "raw" / "my_attention.py").write_text(code)
+    for name, (data, settings) in SETTINGS.items():
+        run(folder / data, folder / name / "run", *settings)
+        export_run(folder / name / "run", folder / name / "export")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, "histories", make_runs)
+
+
+@pytest.fixture(autouse=True)
+def own_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder / "raw")
+
+
+def drawn_samples(count: int) -> list[dict[str, Any]]:
+    """Samples with histories of 0 to 9 ids, unknown ones among them, as lists, null or missing ids."""
+    rng = random.Random(0)
+    ids = [f"item_{rng.randrange(HISTORIES.items + 9)}" for _ in range(60)] + [""]
+    samples = []
+    for number in range(count):
+        history = [rng.choice(ids) for _ in range(rng.choice((0, 0, 1, 1, 2, 4, 5, 9)))]
+        history = rng.choice((history, history or None)) if number % 9 else [""]
+        samples.append({"item": rng.choice([*ids, None]), "history": history})
+    return samples
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_predict_and_serve_agree_on_drawn_samples(folder: Path, tmp_path: Path, name: str) -> None:
+    """For one sample, for many, and with fields that samples share; float32 sums in another order."""
+    samples, run_dir = drawn_samples(120), folder / name / "run"
+    rows = [{**each, "label": number % 2, "time": number} for number, each in enumerate(samples)]
+    kinds = {"history": pa.list_(pa.string()), "item": pa.string(), "label": pa.int8(), "time": pa.int64()}
+    columns = {column: pa.array([each[column] for each in rows], kind) for column, kind in kinds.items()}
+    pq.write_table(pa.table(columns), tmp_path / "new.parquet")
+    prepare("tabular", [tmp_path / "new.parquet"], tmp_path / "new", like=run_dir)
+    expected = predicted(run_dir, tmp_path / "new")
+    model, codec = (each.load(folder / name / "export") for each in (ServedModel, SampleCodec))
+    encoded = codec.encode(codec.from_json([json.dumps(each).encode() for each in rows]))
+    np.testing.assert_allclose(model.predict(encoded.block), expected, atol=1e-6)
+    for sample, wanted in zip(samples[:30], expected[:30], strict=True):
+        block, problems = codec.encode_request([sample])
+        assert not problems
+        np.testing.assert_allclose(model.predict(block), wanted, atol=1e-6)
+    shared = {"history": samples[1]["history"]}
+    block, problems = encode_samples(codec, [RequestSample({"item": each["item"]}, shared) for each in samples])
+    apart, _ = codec.encode_request([{**each, **shared} for each in samples])
+    assert not any(problems)
+    np.testing.assert_array_equal(model.predict(block), model.predict(apart))
+
+
+def test_item_and_history_are_one_table(folder: Path) -> None:
+    """So the clip counts their ids together, and an id has one row; `seen` has a table of its own."""
+    config, schema = load_config(folder / "raw" / "run.toml", IDS), Schema.load(folder / "raw" / "data")
+    plan = RunPlan.of(config, schema, Process(0, 1, 1, False, torch.device("cpu")))
+    features = {bag.name: bag.feature_names for bag in plan.bags}
+    assert features == {"item": ["item", *(f"history[{k}]" for k in range(4))], "seen": ["seen"]}
+    tables = Manifest.load(folder / "ids" / "export").tables
+    assert tables["item"].features == ("item",)
+    assert tables["item"].rows <= HISTORIES.items + RESERVED_ROWS
+
+
+def test_several_processes_train_what_one_does(folder: Path) -> None:
+    plans, cases = {"vocabulary": "row_wise", "own": "table_wise"}, []
+    for name, plan in plans.items():
+        data, settings = SETTINGS[name]
+        cases.append(case_of(folder / data, folder / name / "two", *settings, f"sharding.plan={plan}"))
+    train_in_processes(*cases)
+    for name in plans:
+        assert_close(state_of(folder / name / "two"), state_of(folder / name / "run"), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "ids"])
+def test_resumed_runs_are_bit_identical(folder: Path, tmp_path: Path, name: str) -> None:
+    data, settings = SETTINGS[name]
+    copy = interrupted(folder / name / "run", 4, tmp_path / "copy")
+    run(folder / data, copy, *settings, resume=True)
+    assert_same(copy, folder / name / "run")
