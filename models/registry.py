@@ -10,6 +10,7 @@ from torch import nn
 from .config import ModelConfig
 from .front import EmbeddingFront, Front, LookedUpFront, SequenceField
 from .networks.autoint import AutoInt
+from .networks.bst import BST
 from .networks.dcn import DCN, DCNMix, DCNv2
 from .networks.deepfm import FM, DeepFM, WideDeep
 from .networks.din import DIN
@@ -38,6 +39,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "masknet_parallel": ParallelMaskNet,
     "finalmlp": FinalMlp,
     "din": DIN,
+    "bst": BST,
     "shared_bottom": SharedBottom,
     "mmoe": MMoE,
     "ple": PLE,

@@ -12,6 +12,17 @@ from cowrec.models.layers import LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size
 
 
+def targets_of(front: Front, name: str) -> dict[str, str]:
+    """The sequences that share a field's table, and that field. Raises ValueError, for a network, if there are none."""
+    targets = {field: each.shares for field, each in front.sequences.items() if each.shares}
+    if not targets:
+        raise ValueError(
+            f'model.name = "{name}" needs a field of kind sequence that shares the table of a categorical field; add'
+            " one to the schema file, with shares, or choose a network for fields without order"
+        )
+    return targets
+
+
 class ActivationUnit(nn.Module):
     """Sum of a sequence's embeddings e_j with the weights a(e_j, v) for a target v, which are not normalised.
 
@@ -51,7 +62,7 @@ class _Attention(nn.Module):
 
     def __init__(self, front: Front, hidden: int) -> None:
         super().__init__()
-        fields, targets = front.fields, {name: each.shares for name, each in front.sequences.items() if each.shares}
+        fields, targets = front.fields, targets_of(front, "din")
         self._embedding_dim = front.embedding_dim
         self._places = {name: (fields.index(name), fields.index(target)) for name, target in targets.items()}
         self.units = nn.ModuleList(ActivationUnit(front.embedding_dim, hidden) for _ in targets)
@@ -76,11 +87,6 @@ class DIN(nn.Module):
 
     def __init__(self, config: ModelConfig, front: Front, *, attention: Size = 36) -> None:
         super().__init__()
-        if not any(each.shares for each in front.sequences.values()):
-            raise ValueError(
-                'model.name = "din" needs a field of kind sequence that shares the table of a categorical field; add'
-                " one to the schema file, with shares, or choose a network for fields without order"
-            )
         self.front = front
         self.attention = _Attention(front, attention)
         self.mlp = Mlp(front.width, config.hidden, config.dropout)

@@ -11,8 +11,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from cowrec.models import ModelConfig, build_model, build_network, physical_dim
 from history_cases import OF_HISTORIES
 
-DIM, LENGTH, ITEMS = 3, 4, 9
-OPTIONS: dict[str, dict[str, object]] = {"din": {"attention": 5}}
+DIM, LENGTH, ITEMS = 4, 4, 9
+OPTIONS: dict[str, dict[str, object]] = {"din": {"attention": 5}, "bst": {"layers": 2, "heads": 2}}
 
 
 class Field(NamedTuple):
@@ -87,7 +87,37 @@ def din(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
     return x @ model.output.kernel[:, 0] + model.output.bias[0]
 
 
-FORMULAS = {"din": din}
+def norm(layer: nn.Module, x: Tensor) -> Tensor:
+    return (x - x.mean()) / (x.var(correction=0) + layer.eps).sqrt() * layer.weight + layer.bias
+
+
+def bst(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
+    """Equations 2 to 7 of the paper for the items that there are, whose positions end at the scored item's."""
+    module, dim = model.transformers, DIM // 2
+    ids = [*HISTORIES[sample], ITEM[sample]]
+    steps = list(rows_of(model, "table", ids)[:, :DIM] + module.positions[0][LENGTH + 1 - len(ids) :])
+    for layer in module.layers:
+        heads = [[] for _ in steps]
+        for columns in (slice(0, dim), slice(dim, DIM)):
+            query, key, value = (
+                [x @ each[:, columns] for x in steps] for each in (layer.query, layer.key, layer.value)
+            )
+            for at, q in enumerate(query):
+                weights = torch.softmax(torch.stack([q @ k for k in key]) / dim**0.5, 0)
+                heads[at].append(sum(weight * v for weight, v in zip(weights, value, strict=True)))
+        steps = [norm(layer.norms[0], x + torch.cat(h) @ layer.output) for x, h in zip(steps, heads, strict=True)]
+        inner = [x @ layer.inner + layer.inner_bias for x in steps]
+        inner = [torch.where(x > 0, x, 0.01 * x) @ layer.outer + layer.outer_bias for x in inner]
+        steps = [norm(layer.norms[1], x + y) for x, y in zip(steps, inner, strict=True)]
+    absent = [torch.zeros(DIM)] * (LENGTH + 1 - len(ids))
+    tags = rows_of(model, "tags", TAGS[sample])[:, :DIM]
+    others = [rows_of(model, "city", CITY)[sample, :DIM], rows_of(model, "table", ITEM)[sample, :DIM]]
+    others.append(tags.mean(0) if len(tags) else torch.zeros(DIM))
+    x = mlp(model.mlp, torch.cat([*others, *absent, *steps, dense]))
+    return x @ model.output.kernel[:, 0] + model.output.bias[0]
+
+
+FORMULAS = {"din": din, "bst": bst}
 
 
 @pytest.mark.parametrize("name", OF_HISTORIES)
@@ -138,6 +168,8 @@ def test_rows_that_are_looked_up_elsewhere_give_the_same_logits(name: str) -> No
 def test_what_histories_need_is_said() -> None:
     with pytest.raises(ValueError, match='"din" needs a field of kind sequence that shares the table'):
         build_network(config("din"), ["item"], 1)
+    with pytest.raises(ValueError, match="heads = 3 must divide"):
+        build_network(ModelConfig("bst", DIM, options={"heads": 3}), FIELDS, 1, sequences=SEQUENCES)
     own = ModelConfig(name="deepfm", embedding_dim=DIM, embedding_dims={"item": 7})
     with pytest.raises(ValueError, match=r"model.embedding_dims.item = 7, but the sequence 'history'"):
         build_network(own, FIELDS, 1, sequences=SEQUENCES)

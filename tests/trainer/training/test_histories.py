@@ -31,9 +31,9 @@ HASHED = ["id_table.kind=hash", "id_table.capacity=30"]
 OFTEN = ["checkpoint.every_steps=2", "checkpoint.keep_last=100"]
 SETTINGS: dict[str, tuple[str, list[str]]] = {
     "vocabulary": ("vocabulary", OFTEN),
-    "ids": ("raw", [*OFTEN, *IDS]),
+    "ids": ("raw", [*OFTEN, *IDS, "model.name=bst"]),
     "hashed": ("raw", [*HASHED, "model.name=deepfm", "optimizer.absent_rows=lazy"]),
-    "own": ("raw", [*IDS, "model.name=my_attention:AttentionPooled"]),
+    "own": ("vocabulary", ["model.name=my_attention:AttentionPooled"]),
 }
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 
@@ -43,7 +43,7 @@ def make_runs(folder: Path) -> None:
         make_histories(folder / data, raw_ids=data == "raw")
     _, *blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     code = "\n".join(["import torch", "from torch import Tensor, nn", *blocks])
-    (folder / "raw" / "my_attention.py").write_text(code)
+    (folder / "vocabulary" / "my_attention.py").write_text(code)
     for name, (data, settings) in SETTINGS.items():
         run(folder / data, folder / name / "run", *settings)
         export_run(folder / name / "run", folder / name / "export")
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(folder / "raw")
+    monkeypatch.syspath_prepend(folder / "vocabulary")
 
 
 def drawn_samples(count: int) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def test_item_and_history_are_one_table(folder: Path) -> None:
 
 
 def test_several_processes_train_what_one_does(folder: Path) -> None:
-    plans, cases = {"vocabulary": "row_wise", "own": "table_wise"}, []
+    plans, cases = {"vocabulary": "row_wise", "own": "table_wise", "ids": "row_wise"}, []
     for name, plan in plans.items():
         data, settings = SETTINGS[name]
         cases.append(case_of(folder / data, folder / name / "two", *settings, f"sharding.plan={plan}"))
