@@ -47,9 +47,9 @@ class Reader:
     """Batches of one split, for one rank.
 
     If the split is resident on a GPU, order and batches are made there, and no batch waits for the device; with list
-    fields one batch of each window does. Criteo (41 million samples, 39 columns) takes 6.6 GB. The split needs
-    `resident_bytes` of free memory when it is loaded, by the constructor or later by `make_resident`. A trainer builds
-    its model in between, so that what is free is what tables and moments leave.
+    fields one batch of each window does, and with sequences every batch. Criteo (41 million samples, 39 columns) takes
+    6.6 GB. The split needs `resident_bytes` of free memory when it is loaded, by the constructor or later by
+    `make_resident`. A trainer builds its model in between, so that what is free is what tables and moments leave.
 
     Args:
         data_dir: a folder written by `prepare` or `synthesize`.

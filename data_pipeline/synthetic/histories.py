@@ -13,7 +13,7 @@ R samples, L items of the longest history.
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -142,8 +142,15 @@ def synthesize_histories(
     *,
     test_rows: int = 50_000,
     overwrite: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> Schema:
     """Writes a data set of `config.rows` training samples, and the next samples for testing.
+
+    Args:
+        output: a new or empty folder.
+        config: by default all defaults.
+        test_rows: number of test samples; at least 1.
+        overwrite, progress: as in `synthesize`.
 
     Returns:
         The schema; `best` has the quality of the true probabilities on the test split.
@@ -159,7 +166,7 @@ def synthesize_histories(
         "train": (config.rows, partial(_encoded, config, 0)),
         "test": (test_rows, partial(_encoded, config, config.rows)),
     }
-    return write_splits(output, config.schema, splits, SHARD_ROWS, overwrite=overwrite, progress=None)
+    return write_splits(output, config.schema, splits, SHARD_ROWS, overwrite=overwrite, progress=progress)
 
 
 def history_tables(config: HistoryConfig, first: int, rows: int, chunk_rows: int = SHARD_ROWS) -> Iterator[pa.Table]:

@@ -167,11 +167,13 @@ def synthesize(
     days: Annotated[
         float, typer.Option(help="Days that the training samples span; above 0 their distribution drifts.")
     ] = 0.0,
+    histories: Annotated[bool, typer.Option("--histories", help="An item and the user's items before it.")] = False,
 ) -> None:
     """Makes click data from a planted model, and records the best possible AUC.
 
     By default the data have Criteo's shape and one fixed distribution. With --days, preferences drift in time, ids
-    appear and disappear, and the data set has raw ids and times; `cowrec stream` sends the samples that follow.
+    appear and disappear, and the data set has raw ids and times; `cowrec stream` sends the samples that follow. With
+    --histories, clicks depend on the order of a user's earlier items, and ids are raw too.
 
     Example: `cowrec synthesize --output data/synthetic --rows 1M`
 
@@ -180,17 +182,24 @@ def synthesize(
     from cowrec.data_pipeline import SynthesizeConfig, synthesize_drifting
     from cowrec.data_pipeline import synthesize as run
     from cowrec.data_pipeline.synthetic.drifting import DriftConfig
+    from cowrec.data_pipeline.synthetic.histories import HistoryConfig, synthesize_histories
 
     with _bar(rows + test_rows, " samples", "synthesize") as bar:
-        if days:
-            if vocabulary_scale is not None:
-                raise ValueError("--vocabulary-scale has no effect on drifting samples; leave it out or --days")
+        if histories and days:
+            raise ValueError("--histories and --days are two models; leave one out")
+        if (histories or days) and vocabulary_scale is not None:
+            kind, flag = ("samples with histories", "--histories") if histories else ("drifting samples", "--days")
+            raise ValueError(f"--vocabulary-scale has no effect on {kind}; leave it out or {flag}")
+        if histories:
+            config = HistoryConfig(rows=rows, seed=seed)
+            made = synthesize_histories(output, config, test_rows=test_rows, progress=bar.update)
+        elif days:
             drift = DriftConfig(rows=rows, days=days, seed=seed)
             made = synthesize_drifting(output, drift, test_rows=test_rows, progress=bar.update)
         else:
             scale = SynthesizeConfig.vocabulary_scale if vocabulary_scale is None else vocabulary_scale
-            config = SynthesizeConfig(rows=rows, test_rows=test_rows, seed=seed, vocabulary_scale=scale)
-            made = run(output, config, progress=bar.update)
+            planted = SynthesizeConfig(rows=rows, test_rows=test_rows, seed=seed, vocabulary_scale=scale)
+            made = run(output, planted, progress=bar.update)
     best = made.best or {}
     print(f"{output}: {rows:,} train samples, {test_rows:,} test samples, best possible AUC {best['auc']:.4f}")
 

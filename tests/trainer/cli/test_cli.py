@@ -75,6 +75,9 @@ def test_every_count_may_have_a_unit(cowrec: Cowrec, tmp_path: Path) -> None:
     code, printed, _ = cowrec("synthesize", "-o", tmp_path / "data", "--rows", "2K", "--test-rows", "1_000")
     assert code == 0
     assert "2,048 train samples, 1,000 test samples" in printed
+    code, printed, _ = cowrec("synthesize", "--histories", "-o", tmp_path / "h", "--rows", "2K", "--test-rows", "1K")
+    assert code == 0
+    assert "best possible AUC 0." in printed
     code, _, error = cowrec("synthesize", "-o", tmp_path / "data", "--rows", "2Q")
     assert code == 2
     assert "Invalid value for '--rows': a count must be a whole number such as" in error
@@ -160,6 +163,7 @@ MISTAKES = {
     f"{AVAZU} --set prepare.mincount=4": "unknown key prepare.mincount (= 4); did you mean prepare.min_count?",
     f"{AVAZU} --set train.seed=4": "prepare takes --set prepare.key=value only, got section train",
     "synthesize -o out --rows 0": "rows must be at least 1, got 0",
+    "synthesize -o out --histories --days 3": "--histories and --days are two models",
     f"{SWEEP} 8Q": "--batch-sizes must be a whole number such as 512, 64K or 1M (K is 1,024, M is 1,024 K), got '8Q'",
     f"{SWEEP} 0": "--batch-sizes must be at least 1, got 0",
     f"{SWEEP} 1K --rules cubic": "--rules 'cubic' is not known; known: half_life, none",
