@@ -16,6 +16,7 @@ from .networks.deepfm import FM, DeepFM, WideDeep
 from .networks.din import DIN
 from .networks.dlrm import DLRM
 from .networks.finalmlp import FinalMlp
+from .networks.finalnet import FinalNet
 from .networks.masknet import ParallelMaskNet, SerialMaskNet
 from .networks.multi_task import PLE, MMoE, SharedBottom
 from .networks.xdeepfm import XDeepFM
@@ -38,6 +39,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "masknet_serial": SerialMaskNet,
     "masknet_parallel": ParallelMaskNet,
     "finalmlp": FinalMlp,
+    "finalnet": FinalNet,
     "din": DIN,
     "bst": BST,
     "shared_bottom": SharedBottom,

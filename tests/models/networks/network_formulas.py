@@ -167,6 +167,18 @@ def finalmlp(model: nn.Module, e: Tensor, d: Tensor, wide: Tensor) -> Tensor:
     return logit
 
 
+def finalnet(model: nn.Module, e: Tensor, d: Tensor, wide: Tensor) -> Tensor:
+    logits = []
+    for block, end in zip(model.blocks, model.outputs, strict=True):
+        x = flat(e, d)
+        for layer in block:
+            half = len(layer.bias) // 2
+            u, v = (x @ layer.kernel[:, part] + layer.bias[part] for part in (slice(half), slice(half, None)))
+            x = torch.clamp(u * (1 + v), min=0)
+        logits.append(output(end, x))
+    return sum(logits) / 2
+
+
 def towers(layer: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
     """Logits [T], or a scalar of one task."""
     logits = [output(end, mlp(hidden, x)) for hidden, end, x in zip(layer.mlps, layer.outputs, inputs, strict=True)]
@@ -213,6 +225,7 @@ FORMULAS: dict[str, Formula] = {
     "masknet_serial": masknet_serial,
     "masknet_parallel": masknet_parallel,
     "finalmlp": finalmlp,
+    "finalnet": finalnet,
     "shared_bottom": shared_bottom,
     "mmoe": mmoe,
     "ple": ple,
