@@ -71,7 +71,7 @@ def table_specs(schema: Schema, config: RunConfig) -> list[TableSpec]:
         ValueError: raw ids without an id table, fields that cannot share a table, or an unknown table or field.
     """
     by_name = {field.name: field for field in schema.sparse}
-    own = [field.name for field in schema.sparse if not field.shares]
+    own = [field.name for field in schema.sparse if not field.shares]  # a history has the table of what it shares
     widths, specs = dict(zip(by_name, config.model.widths(list(by_name)), strict=True)), []
     for name, names in config.id_table.table_fields(own).items():
         fields, ids = tuple(by_name[each] for each in names), config.id_table.of_table(name)
