@@ -64,10 +64,10 @@ def test_malformed_lists_are_bad_rows_and_bad_samples(tmp_path):
     prepare_text(tmp_path, SCHEMA, TEXT)
     codec = SampleCodec.load(tmp_path / "out")
     good = {"item": "a", "history": ["c", "b"], "words": "x"}
-    wrong = [{"history": 5}, {"history": ["a", None]}, {"history": [["a"]]}, {"history": [0.5]}]
+    wrong = [{"history": 5}, {"history": ["a", None]}, {"history": [["a"]]}, {"history": [{"a": 1}]}]
     block, bad = codec.encode_request([good, *(good | each for each in wrong)])
     assert [each.index for each in bad] == [1, 2, 3, 4]
-    assert all("history: must be a list of strings or integers" in each.reason for each in bad)
+    assert all("history: must be a list of strings or numbers" in each.reason for each in bad)
     assert torch.equal(block.bags["history"].values, torch.tensor([C, B], dtype=torch.int32))
     table = pa.table({"click": [1, 0], "item": ["a", "b"], "history": [[1.0], [float("nan")]], "words": ["x", "y"]})
     pq.write_table(table, tmp_path / "raw.parquet")
