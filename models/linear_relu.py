@@ -8,8 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+# One operation for TorchRec's pipeline, which traces layers with dropout between them.
+torch.fx.wrap("linear_relu")
 
 _SAMPLES = 8192
 """Samples per part of a kernel's gradient, so that their copies in oneDNN's tensors stay in the cache."""
