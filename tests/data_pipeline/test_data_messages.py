@@ -75,7 +75,7 @@ NUMBER = "[[fields]]\nname = 'x'\nkind = 'numeric'\n"
         ("header = false\ncolumns = ['label', 'y']\n" + FIELD, "no column 'x' among label, y"),
         ("", "at least one field"),
         ("[[fields]]\nname = 'x'\n", "fields entry 1 needs a name and a kind"),
-        (NUMBER.replace("numeric", "date"), "kind must be one of numeric, categorical, multi, sequence, weighted, got 'date'"),
+        (NUMBER.replace("numeric", "date"), "numeric, categorical, multi, sequence, weighted, got 'date'"),
         (FIELD + "weight_separator = ':'", "weight_separator is for the kind weighted only"),
         (FIELD + "separator = '|'", "separator is for list kinds only"),
         (FIELD + "pooling = 'mean'", "pooling is for the kinds multi and weighted"),
