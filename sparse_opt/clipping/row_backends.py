@@ -180,7 +180,7 @@ class NumbaRows:
         ratios = kernels.Ratios(np.empty(len(bags.indices), np.float32), np.zeros(len(bags.begins) - 1, np.int64))
         arguments = (layout, bags, self._clips, ratios, *arguments)
         in_threads([partial(kernel, *each, *arguments) for each in zip(groups, sums, strict=True)])
-        self._statistics.record_compiled(ratios, bags.begins)
+        self._statistics.record_compiled(kernels.count_rows, ratios, bags.begins)
 
     def catch_up(self, bags: LookupBags, adam: AdamRows) -> None:
         own = self._kernels.bags_of(bags)

@@ -1,9 +1,9 @@
 """Statistics of the clip: how many rows of each table are clipped, and by how much."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -116,10 +116,8 @@ class ClipStatistics:
         rows.count(results, self._rows, self._clipped, self._bins, _BIN_BITS, _FIRST_BIN)
         self.latest = results
 
-    def record_compiled(self, ratios: "Ratios", begins: np.ndarray) -> None:
-        """Records the ratios that a kernel of numba_rows.py wrote."""
-        from cowrec.sparse_opt.kernels.numba_rows import count_rows
-
+    def record_compiled(self, count_rows: Callable[..., tuple[Any, Any]], ratios: "Ratios", begins: np.ndarray) -> None:
+        """Records the ratios that a kernel of numba_rows.py wrote, by that file's ``count_rows``."""
         self.latest_rows = ratios.rows
         counts = (self._rows.numpy(), self._clipped.numpy(), self._bins.numpy())
         values, tables = count_rows(ratios, begins, *counts, _BIN_BITS, _FIRST_BIN)
