@@ -116,7 +116,8 @@ class Serving(Client):
 
     def __init__(self, export_dir: Path, *options: str, port: int | None = None, imports: bool = False) -> None:
         super().__init__(port or free_port())
-        command = ["serve", str(export_dir), "--port", str(self.port), *options]
+        # A busy machine is not what is tested: a request may wait as long as the test does.
+        command = ["serve", str(export_dir), "--port", str(self.port), "--timeout-ms", f"{1000 * DEADLINE:g}", *options]
         if imports:
             launched = [sys.executable, "-m", "cowrec.trainer", *command]
             self.process = subprocess.Popen(launched, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)

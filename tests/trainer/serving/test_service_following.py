@@ -202,7 +202,7 @@ def test_a_target_that_does_not_answer_is_reported_and_abandoned(
     target = tmp_path / "published"
     with Publisher(open_target(str(target), publishing=True)) as publisher:
         published(publisher, everything(folder / "longer-export", 5))
-    with serving_here(folder / "export", Limits(), str(target)) as (server, _):
+    with serving_here(folder / "export", Limits(timeout_ms=1000 * DEADLINE), str(target)) as (server, _):
         os.mkfifo(target / "full-000000000002.cow")
         problem = server.wait_for("status", "degraded")["problem"]
         assert f"{target} cannot be reached (a read has taken 0 seconds so far)" in problem
