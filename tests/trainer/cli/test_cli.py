@@ -1,7 +1,10 @@
 """The command line as users see it: help, messages about mistakes, progress on the screen, and requests to stop."""
 
+import contextlib
 import dataclasses
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
@@ -88,6 +91,20 @@ def test_the_help_of_prepare_lists_all_its_settings() -> None:
     assert all(re.search(rf"\b{each.name}\b", output) for each in dataclasses.fields(PrepareConfig))
 
 
+def on_a_terminal(*arguments: object) -> str:
+    """What ``cowrec ARGUMENTS`` prints on a terminal."""
+    screen, terminal = pty.openpty()
+    command = [sys.executable, "-m", "cowrec.trainer", *map(str, arguments)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=terminal, stderr=subprocess.DEVNULL):
+        os.close(terminal)
+        printed = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(screen, 4096):
+                printed += part
+    os.close(screen)
+    return printed.decode().replace("\r\n", "\n")
+
+
 def test_prepare_train_evaluate_predict(
     cowrec: Cowrec, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +126,8 @@ def test_prepare_train_evaluate_predict(
     report = json.loads((made / "report.json").read_text())
     code, printed, _ = cowrec("evaluate", made, "--data", data)
     assert json.loads(printed)["auc"] == pytest.approx(report["auc"], abs=1e-7)
+    shown = on_a_terminal("evaluate", made, "--data", data)
+    assert re.search(rf"^auc +{report['auc']:.4f}$", shown, re.MULTILINE)
     tables = quality_tables(json.loads(cowrec("evaluate", made, "--data", data, "--by", "city", "--json")[1]))
     assert re.search(rf"^auc +{report['auc']:.4f}$", tables, re.MULTILINE)
     assert re.search(r"\n\nGAUC by city: [-.\d]+ over \d+ of \d+ groups\ncity +rows +ctr +auc ", tables)
