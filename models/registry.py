@@ -15,6 +15,7 @@ from .networks.dcn import DCN, DCNMix, DCNv2
 from .networks.deepfm import FM, DeepFM, WideDeep
 from .networks.din import DIN
 from .networks.dlrm import DLRM
+from .networks.fcn import FCN
 from .networks.finalmlp import FinalMlp
 from .networks.finalnet import FinalNet
 from .networks.masknet import ParallelMaskNet, SerialMaskNet
@@ -40,6 +41,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "masknet_parallel": ParallelMaskNet,
     "finalmlp": FinalMlp,
     "finalnet": FinalNet,
+    "fcn": FCN,
     "din": DIN,
     "bst": BST,
     "shared_bottom": SharedBottom,

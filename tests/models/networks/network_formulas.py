@@ -179,6 +179,23 @@ def finalnet(model: nn.Module, e: Tensor, d: Tensor, wide: Tensor) -> Tensor:
     return sum(logits) / 2
 
 
+def fcn(model: nn.Module, e: Tensor, d: Tensor, wide: Tensor) -> Tensor:
+    logits, start = [], torch.stack(with_dense(model, e, d))
+    half = (start.shape[1] + 1) // 2
+    for network, end, doubles in zip(model.crosses, model.outputs, (True, False), strict=True):
+        x = start
+        for kernel, bias, norm in zip(network.kernels, network.biases, network.norms, strict=True):
+            c = kernel.T @ torch.cat([*x])
+            masked = c * torch.clamp(normalised(c) * norm.weight + norm.bias, min=0)
+            factors = [
+                torch.cat([c[i * half : (i + 1) * half], masked[i * half : (i + 1) * half]])[: start.shape[1]]
+                for i in range(len(start))
+            ]
+            x = (x if doubles else start) * (torch.stack(factors) + bias) + x
+        logits.append(output(end, torch.cat([*x])))
+    return sum(logits) / 2
+
+
 def towers(layer: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
     """Logits [T], or a scalar of one task."""
     logits = [output(end, mlp(hidden, x)) for hidden, end, x in zip(layer.mlps, layer.outputs, inputs, strict=True)]
@@ -226,6 +243,7 @@ FORMULAS: dict[str, Formula] = {
     "masknet_parallel": masknet_parallel,
     "finalmlp": finalmlp,
     "finalnet": finalnet,
+    "fcn": fcn,
     "shared_bottom": shared_bottom,
     "mmoe": mmoe,
     "ple": ple,

@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "masknet_serial": {"reduction": 1.5},
     "masknet_parallel": {"blocks": 2, "block_width": 4},
     "finalmlp": {"second": (4, 10), "heads": 5, "gate": (3,)},
+    "fcn": {"exponential_layers": 3, "linear_layers": 2},
     "shared_bottom": {"tower": (4,)},
     "mmoe": {"experts": 3, "tower": (4,)},
     "ple": {"levels": 3, "task_experts": 2, "shared_experts": 1, "tower": (4,)},

@@ -1,0 +1,80 @@
+"""FCN (arXiv 2407.13349): two cross networks without an MLP, whose degrees grow exponentially and linearly.
+
+Sizes: B samples, F fields and dense features, D embedding width, of which A = ceil(D / 2) columns come first, L layers.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from cowrec.models.config import ModelConfig
+from cowrec.models.front import Front, Sparse
+from cowrec.models.layers import FieldEmbeddings, LogitKernel, glorot_normal
+from cowrec.models.options import Size
+
+
+class MaskedCross(nn.Module):
+    """x <- y * ([c || c * relu(norm(c))] + b) + x with c = W x, where y is x itself or the first layer's.
+
+    The degree of x doubles with each layer in the exponential cross network, y = x, and grows by one in the linear one.
+    The masked half is that of each field's embedding, without its last column where D is odd. Source: the recursions
+    of the two networks and the self-mask of the paper, with the bias of its authors' code, which is 0 at first here.
+
+    Args:
+        fields: F.
+        embedding_dim: D.
+        layers: L.
+        exponential: y is x.
+        dropout: after each layer.
+    """
+
+    l2_group: Literal["linear", "cross"] = "cross"
+
+    def __init__(self, fields: int, embedding_dim: int, layers: int, exponential: bool, dropout: float) -> None:
+        super().__init__()
+        half = (embedding_dim + 1) // 2
+        self._shape, self._masked, self._exponential = (fields, half), embedding_dim - half, exponential
+        self.kernels = nn.ParameterList(glorot_normal(fields * embedding_dim, fields * half) for _ in range(layers))
+        self.biases = nn.ParameterList(torch.zeros(fields, embedding_dim) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(fields * half) for _ in range(layers))
+        self.dropout = nn.Dropout(dropout)
+
+    def l2_kernels(self) -> list[nn.Parameter]:
+        return list(self.kernels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, F, D] -> [B, F * D]."""
+        first = x
+        for kernel, bias, norm in zip(self.kernels, self.biases, self.norms, strict=True):
+            cross = x.flatten(1) @ kernel
+            masked = (cross * torch.relu(norm(cross))).unflatten(1, self._shape)[:, :, : self._masked]
+            cross = torch.cat([cross.unflatten(1, self._shape), masked], 2) + bias
+            x = self.dropout((x if self._exponential else first) * cross + x)
+        return x.flatten(1)
+
+
+class FCN(nn.Module):
+    """logit = mean of the logits of an exponential and a linear cross network. There is no linear part.
+
+    Without the paper's loss (Tri-BCE), which needs the logits of both networks.
+
+    Args:
+        config: uses ``dropout``.
+        exponential_layers, linear_layers: L of each network.
+    """
+
+    def __init__(
+        self, config: ModelConfig, front: Front, *, exponential_layers: Size = 3, linear_layers: Size = 3
+    ) -> None:
+        super().__init__()
+        self.front, dim, fields = front, front.embedding_dim, len(front.fields) + front.num_dense
+        self.embeddings = FieldEmbeddings(front.num_dense, dim)
+        depths = ((exponential_layers, True), (linear_layers, False))
+        self.crosses = nn.ModuleList(MaskedCross(fields, dim, *depth, config.dropout) for depth in depths)
+        self.outputs = nn.ModuleList(LogitKernel(fields * dim, bias=True) for _ in depths)
+
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
+        x = self.embeddings(self.front(dense, sparse).rows, dense)
+        first, second = (output(cross(x)) for cross, output in zip(self.crosses, self.outputs, strict=True))
+        return (first + second) / 2
