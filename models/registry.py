@@ -18,6 +18,7 @@ from .networks.dlrm import DLRM
 from .networks.fcn import FCN
 from .networks.finalmlp import FinalMlp
 from .networks.finalnet import FinalNet
+from .networks.hstu import HSTU
 from .networks.masknet import ParallelMaskNet, SerialMaskNet
 from .networks.multi_task import PLE, MMoE, SharedBottom
 from .networks.xdeepfm import XDeepFM
@@ -44,6 +45,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "fcn": FCN,
     "din": DIN,
     "bst": BST,
+    "hstu": HSTU,
     "shared_bottom": SharedBottom,
     "mmoe": MMoE,
     "ple": PLE,

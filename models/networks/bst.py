@@ -12,7 +12,7 @@ from cowrec.models.front import Features, Front, Sparse
 from cowrec.models.layers import LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size
 
-from .din import targets_of
+from .histories import require_heads, targets_of
 
 
 class TransformerLayer(nn.Module):
@@ -91,10 +91,7 @@ class BST(nn.Module):
 
     def __init__(self, config: ModelConfig, front: Front, *, layers: Size = 1, heads: Size = 2) -> None:
         super().__init__()
-        if front.embedding_dim % heads:
-            raise ValueError(
-                f"model.options.heads = {heads} must divide model.embedding_dim = {front.embedding_dim}; change one"
-            )
+        require_heads(front, heads)
         self.front = front
         self.transformers = _Transformers(front, layers, heads, config.dropout)
         self.mlp = Mlp(self.transformers.out_features, config.hidden, config.dropout)

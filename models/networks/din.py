@@ -11,16 +11,7 @@ from cowrec.models.front import Features, Front, SequenceRows, Sparse
 from cowrec.models.layers import LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size
 
-
-def targets_of(front: Front, name: str) -> dict[str, str]:
-    """The sequences that share a field's table, and that field. Raises ValueError, for a network, if there are none."""
-    targets = {field: each.shares for field, each in front.sequences.items() if each.shares}
-    if not targets:
-        raise ValueError(
-            f'model.name = "{name}" needs a field of kind sequence that shares the table of a categorical field; add'
-            " one to the schema file, with shares, or choose a network for fields without order"
-        )
-    return targets
+from .histories import targets_of
 
 
 class ActivationUnit(nn.Module):

@@ -8,7 +8,7 @@ from cowrec.data_pipeline import PrepareConfig, Schema, prepare
 from cowrec.data_pipeline.synthetic.histories import HistoryConfig, history_tables
 from cowrec.models import MODELS
 
-OF_HISTORIES = ("din", "bst")
+OF_HISTORIES = ("din", "bst", "hstu")
 FLAT = [name for name in MODELS if name not in OF_HISTORIES]
 """Networks that need no history."""
 

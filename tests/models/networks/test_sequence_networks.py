@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -13,6 +14,7 @@ from history_cases import OF_HISTORIES
 
 DIM, LENGTH, ITEMS = 4, 4, 9
 OPTIONS: dict[str, dict[str, object]] = {"din": {"attention": 5}, "bst": {"layers": 2, "heads": 2}}
+OPTIONS["hstu"] = OPTIONS["bst"]
 
 
 class Field(NamedTuple):
@@ -117,7 +119,31 @@ def bst(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
     return x @ model.output.kernel[:, 0] + model.output.bias[0]
 
 
-FORMULAS = {"din": din, "bst": bst}
+def hstu(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
+    """Equations 1 to 3 of the paper for the items that there are, each of which sees those before it."""
+    ids, dim = [*HISTORIES[sample], ITEM[sample]], DIM // 2
+    steps = list(rows_of(model, "table", ids)[:, :DIM])
+    for layer in model.interests.stacks[0]:
+        gate, value, query, key = (
+            [x[k : k + DIM] for x in (F.silu(norm(layer.norms[0], x) @ layer.inner + layer.inner_bias) for x in steps)]
+            for k in range(0, 4 * DIM, DIM)
+        )
+        new = []
+        for i, x in enumerate(steps):
+            heads = torch.zeros(DIM)
+            for j in range(i + 1):
+                scores = [(query[i][k : k + dim] @ key[j][k : k + dim]).repeat(dim) for k in (0, dim)]
+                weights = F.silu(torch.cat(scores) + layer.distance_bias[i - j]) / (LENGTH + 1)
+                heads = heads + weights * value[j]
+            new.append(x + (norm(layer.norms[1], heads) * gate[i]) @ layer.outer + layer.outer_bias)
+        steps = new
+    tags = rows_of(model, "tags", TAGS[sample])[:, :DIM]
+    parts = [steps[-1], rows_of(model, "city", CITY)[sample, :DIM], rows_of(model, "table", ITEM)[sample, :DIM]]
+    x = mlp(model.mlp, torch.cat([*parts, tags.mean(0) if len(tags) else torch.zeros(DIM), dense]))
+    return x @ model.output.kernel[:, 0] + model.output.bias[0]
+
+
+FORMULAS = {"din": din, "bst": bst, "hstu": hstu}
 
 
 @pytest.mark.parametrize("name", OF_HISTORIES)

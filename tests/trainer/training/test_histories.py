@@ -31,8 +31,8 @@ HASHED = ["id_table.kind=hash", "id_table.capacity=30"]
 OFTEN = ["checkpoint.every_steps=2", "checkpoint.keep_last=100"]
 SETTINGS: dict[str, tuple[str, list[str]]] = {
     "vocabulary": ("vocabulary", OFTEN),
-    "ids": ("raw", [*OFTEN, *IDS, "model.name=bst"]),
-    "hashed": ("raw", [*HASHED, "model.name=deepfm", "optimizer.absent_rows=lazy"]),
+    "ids": ("raw", [*OFTEN, *IDS, "model.name=hstu"]),
+    "hashed": ("raw", [*HASHED, "model.name=bst", "model.dropout=0.2", "optimizer.absent_rows=lazy"]),
     "own": ("vocabulary", ["model.name=my_attention:AttentionPooled"]),
 }
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
