@@ -3,8 +3,8 @@
 Sizes: R samples, N dense fields, S single-valued sparse fields, B selected samples, V values of a list field.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -120,6 +120,16 @@ class SampleBlock:
             {name: bags.take(index, total) for (name, bags), total in zip(self.bags.items(), known, strict=True)},
             *(None if each is None else each.index_select(0, index) for each in self._optional),
         )
+
+    def with_values_of(self, index: torch.Tensor, schema: Schema, fields: Collection[str]) -> "SampleBlock":
+        """Gives all samples the values that the samples `index`, int64 [R], have in some fields, named."""
+        singles = [field.name for field in schema.sparse if field.kind == "categorical"]
+        dense, ids = self.dense.clone(), self.ids.clone()
+        for columns, names in ((dense, [field.name for field in schema.dense]), (ids, singles)):
+            chosen = [number for number, name in enumerate(names) if name in fields]
+            columns[:, chosen] = columns[:, chosen][index]
+        bags = {name: each.take(index) if name in fields else each for name, each in self.bags.items()}
+        return replace(self, dense=dense, ids=ids, bags=bags)
 
     @property
     def _optional(self) -> tuple[torch.Tensor | None, ...]:

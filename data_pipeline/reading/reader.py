@@ -7,8 +7,9 @@ An epoch is streamed window by window; each rank loads the shards of a window an
 batches. Sizes: G samples of a global batch, W ranks.
 """
 
+import copy
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
@@ -142,6 +143,20 @@ class Reader:
         self._resident_block = SampleBlock.assemble(self.schema, starts[-1], parts, self.device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def with_values_of(self, index: torch.Tensor, fields: Collection[str]) -> "Reader":
+        """Returns a reader of the same samples, each with the values that another one has in some fields.
+
+        Args:
+            index: number of the other sample in the stored order, int64 [R] on the device, for a resident split of R
+                samples that is read completely.
+            fields: names of dense and sparse fields.
+        """
+        assert self._resident_block is not None
+        assert len(index) == len(self._resident_block)
+        other = copy.copy(self)
+        other._resident_block = self._resident_block.with_values_of(index, self.schema, fields)
+        return other
 
     def positions(self, step: int) -> slice:
         """Positions in an epoch of this rank's samples of global batch `step`; without shuffling, in the split.

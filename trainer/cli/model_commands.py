@@ -32,13 +32,17 @@ def evaluate(
         typer.Option(help="Field or kept column; measures each group of samples with the same value. Repeatable."),
     ] = None,
     top: Annotated[int, count_flag("Groups of --by to list, those with most samples.")] = 20,
+    importance: Annotated[
+        bool, typer.Option("--importance", help="Also measure with the values of each field permuted, one by one.")
+    ] = False,
     checkpoint: Checkpoint = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as into a pipe or a file.")] = False,
 ) -> None:
     """Evaluates a checkpoint of a run on a data set; prints the measures, on a terminal as tables, else as JSON.
 
     With --by also GAUC, the mean AUC of the groups weighted by their samples, and the measures of the largest groups
-    and of the rest. Takes about 120 bytes of memory for each sample, with --by 180.
+    and of the rest. Takes about 120 bytes of memory for each sample, with --by 180, and with --importance the samples
+    themselves.
 
     Example: `cowrec evaluate runs/criteo --data data/criteo --by C14`
     """
@@ -46,7 +50,7 @@ def evaluate(
     from cowrec.trainer.runs.run_dir import to_json
     from cowrec.trainer.training.saved_run import evaluate_run
 
-    quality = evaluate_run(run_dir, data, split, by=by or (), top=top, checkpoint=checkpoint)
+    quality = evaluate_run(run_dir, data, split, by=by or (), top=top, importance=importance, checkpoint=checkpoint)
     if launched_rank() == 0:
         print(quality_tables(quality) if sys.stdout.isatty() and not as_json else to_json(quality))
 

@@ -25,6 +25,11 @@ def quality_tables(values: Mapping[str, Any]) -> str:
             f"GAUC by {column}: {_number(found['gauc'])} over {found['groups_in_gauc']:,} of {found['groups']:,} groups"
         )
         tables.append(f"{gauc}\n{aligned(rows)}")
+    if importance := values.get("importance"):
+        measures = ("auc_drop", "logloss_rise")
+        rows = [["permuted", *measures]]
+        rows += [[name, *(_number(each[m]) for m in measures)] for name, each in importance.items()]
+        tables.append(aligned(rows))
     return "\n\n".join(tables)
 
 

@@ -33,7 +33,7 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, local_shards, tables_of
 
 from .dataloading import require_labels
-from .evaluation import predicted_samples, predictions
+from .evaluation import field_importance, predicted_samples, predictions
 from .state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ def evaluate_run(
     *,
     by: Sequence[str] = (),
     top: int = 20,
+    importance: bool = False,
     checkpoint: str = "",
 ) -> dict[str, Any]:
     """Measures a split with a checkpoint of a run; returns the values of :class:`Quality`, and the step.
@@ -54,6 +55,8 @@ def evaluate_run(
         run_dir: folder of the run, a path or the URI of a folder in an object store.
         by: sparse fields and kept columns to measure groups of samples by; entry ``by`` of the result has what
             :meth:`Segments.measure` returns for each.
+        importance: also predict with the values of each field permuted, in one process, with all samples in memory;
+            entry ``importance`` of the result has what :func:`field_importance` returns.
         checkpoint: "latest", "best" or a step; by default "best" where the run keeps it. So it is in the other
             functions here.
 
@@ -61,6 +64,8 @@ def evaluate_run(
         ValueError: the folder is not a run, the data have other ids than the run's, the split has no labels, or its
             samples cannot be grouped so.
     """
+    if importance and launched_world_size() > 1:
+        raise ValueError("the importance of fields is measured in one process; start it without torchrun")
     if top < 0:
         raise ValueError(f"the number of groups to list must be at least 0, got {top}")
     run_dir, data_dir = local_copy(run_dir, "run"), local_data(data_dir)
@@ -74,7 +79,8 @@ def evaluate_run(
         by_column = from_first(process, lambda: {name: each.measure(main, top) for name, each in segments.items()})
         if launched_rank() == 0:
             logger.info("%s samples of %s: %s", f"{quality.rows:,}", split, quality)
-        return quality.values() | {"step": progress.step} | ({"by": by_column} if by else {})
+        result = quality.values() | {"step": progress.step} | ({"by": by_column} if by else {})
+        return result | ({"importance": field_importance(state, reader, samples)} if importance else {})
 
 
 def predict_run(run_dir: Place, data_dir: Place, output: Place, split: str = "test", *, checkpoint: str = "") -> int:
