@@ -14,15 +14,18 @@ if TYPE_CHECKING:
     from .config.run import RunConfig, load_config, save_config
     from .export.export import export_run as export_model
     from .runtime.environment import __version__, show_log
+    from .training.fit import FittedModel, fit
     from .training.loop import train
     from .training.saved_run import evaluate_run as evaluate
     from .training.saved_run import predict_run as predict
 
 _ORIGIN = {
+    "FittedModel": ".training.fit",
     "RunConfig": ".config.run",
     "__version__": ".runtime.environment",
     "evaluate": ".training.saved_run:evaluate_run",
     "export_model": ".export.export:export_run",
+    "fit": ".training.fit",
     "load_config": ".config.run",
     "predict": ".training.saved_run:predict_run",
     "save_config": ".config.run",
@@ -31,10 +34,12 @@ _ORIGIN = {
 }
 
 __all__ = [
+    "FittedModel",
     "RunConfig",
     "__version__",
     "evaluate",
     "export_model",
+    "fit",
     "load_config",
     "predict",
     "save_config",

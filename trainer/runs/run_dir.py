@@ -1,7 +1,7 @@
 """The folder of a run: resolved configuration, metrics, TensorBoard events, checkpoints, data description, report.
 
 config.toml  metrics.jsonl  tensorboard/  checkpoints/step_N/  schema.json  vocabulary/  report.json  code.json  code/
-mlflow_run_id.txt  wandb_run_id.txt
+mlflow_run_id.txt  wandb_run_id.txt; of `fit` also data.parquet  data.toml  data/
 """
 
 import json
@@ -21,6 +21,8 @@ from .own_code import load_code, save_code, warn_if_changed
 
 CONFIG, REPORT, CHECKPOINTS = "config.toml", "report.json", "checkpoints"
 METRICS, BOARD, VOCABULARY = "metrics.jsonl", "tensorboard", "vocabulary"
+FITTED = "data"
+"""Name of a table's file, schema file and data set that `fit` makes there before the run begins."""
 
 
 _MAY_CHANGE = {
@@ -83,7 +85,7 @@ def require_own(path: Path, config: RunConfig) -> None:
 def _is_used(path: Path) -> bool:
     if path.exists() and not path.is_dir():
         raise ValueError(f"run folder {path} is a file; choose another with --run-dir")
-    return path.exists() and any(each.suffix != ".partial" for each in path.iterdir())
+    return path.exists() and any(each.suffix != ".partial" and each.stem != FITTED for each in path.iterdir())
 
 
 def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) -> None:

@@ -1,0 +1,132 @@
+"""`fit` on a table in memory: what the commands do with its Parquet file, and their messages."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from commands.command_line import exit_code
+from cowrec.data_pipeline import PrepareConfig, infer_schema
+from cowrec.trainer import FittedModel, RunConfig, fit, load_config, predict
+from refusal import refused
+from run_comparison import assert_same
+from trainer_cases import CONFIG
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "train.md"
+ROWS = 300
+
+
+def clicks(rows: int = ROWS, seed: int = 0) -> pa.Table:
+    draw = np.random.default_rng(seed)
+    user = draw.integers(0, 8, rows)
+    columns = {
+        "clicked": draw.random(rows) < (user + 1) / 10,
+        "user": [f"u{each}" for each in user],
+        "price": pa.array(draw.lognormal(2, 1, rows).round(2), mask=draw.random(rows) < 0.1),
+        "tags": [[f"t{each}" for each in draw.integers(0, 5, draw.integers(0, 4))] for _ in range(rows)],
+        "3": draw.integers(0, 30, rows),
+        "row": [f"row{number}" for number in range(rows)],
+    }
+    return pa.table(columns)
+
+
+def fitted(run_dir: Path, table: Any, **settings: Any) -> FittedModel:
+    (run_dir.parent / "run.toml").write_text(CONFIG)
+    config = load_config(run_dir.parent / "run.toml", settings.pop("overrides", ["train.epochs=1"]))
+    return fit(table, run_dir=run_dir, config=config, **({"label": "clicked"} | settings))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder in which the page's two examples have run, and their names."""
+    folder = tmp_path_factory.mktemp("page")
+    pq.write_table(clicks(), folder / "clicks.parquet")
+    pq.write_table(clicks(40, seed=1), folder / "new.parquet")
+    (folder / "run.toml").write_text(CONFIG)
+    section = PAGE.read_text(encoding="utf-8").partition("\n## From Python\n")[2]
+    first, steps = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
+    assert len([line for line in first.splitlines() if line]) <= 10
+    names: dict[str, Any] = {}
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        exec(first, names)
+        Path("columns.toml").write_text(Path("runs/clicks/data.toml").read_text())
+        exec(steps, names)
+    finally:
+        os.chdir(before)
+    return folder, names
+
+
+def test_the_result_has_the_bits_of_the_commands(
+    page: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, names = page
+    monkeypatch.chdir(folder)
+    for command in (
+        "schema infer clicks.parquet --label clicked --output by_hand.toml",
+        "prepare tabular --schema by_hand.toml --input clicks.parquet --output by_hand",
+        "train run.toml --data by_hand --run-dir runs/by_hand --set train.batch_size=64",
+    ):
+        assert exit_code(monkeypatch, *command.split()) == 0, capsys.readouterr()
+    assert_same(Path("runs/clicks"), Path("runs/by_hand"))
+    predict("runs/by_hand", "data/new", "by_hand.parquet")
+    expected = pq.read_table("by_hand.parquet")["prediction"].to_numpy()
+    found = names["model"].predict(names["new"].drop_columns("clicked"))
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_tables_that_do_not_work_get_the_messages_of_the_commands(tmp_path: Path, caplog: Any) -> None:
+    table, run_dir, columns = clicks(), tmp_path / "run", tmp_path / "columns.toml"
+    pq.write_table(table, tmp_path / "raw.parquet")
+    columns.write_text(infer_schema(tmp_path / "raw.parquet", label="clicked"))
+    described = {"schema_file": columns, "label": ""}  # the first rows of the wrong table would be described otherwise
+    for wrong, message, settings in (
+        (tmp_path, "table must be a pandas DataFrame or a pyarrow Table, got .*Path", {}),
+        (table, "no column 'bought' for the label among clicked, user", {"label": "bought"}),
+        (table, "label = 'clicked' and schema_file exclude each other", {"schema_file": columns}),
+        (table.slice(0, 0), "has no samples", {}),
+        (with_value(table, "price", 250, float("inf")), r"data\.parquet, row 251, column price: must be", described),
+        (with_value(table, "clicked", 7, None), r"row 8, column clicked: the label is missing", described),
+        (table.append_column("user", table["user"]), "several columns", {"label": "user"}),
+        (table.append_column("odd", pa.nulls(ROWS, pa.month_day_nano_interval())), "written as Parquet.*leave it", {}),
+    ):
+        refused(message, fitted, run_dir, wrong, **settings)
+    model = fitted(run_dir, table)  # what the refused calls left is replaced
+    assert "not used as fields: 'row': another value in each row" in caplog.text
+    refused("has a complete run", fitted, run_dir, table)
+    refused("no column 'tags'", model.predict, table.drop_columns("tags"))
+    refused("labels", model.evaluate, table.drop_columns("clicked"))
+
+
+def with_value(table: pa.Table, name: str, row: int, value: Any) -> pa.Table:
+    values = table[name].to_pylist()
+    return table.set_column(table.column_names.index(name), name, [[*values[:row], value, *values[row + 1 :]]])
+
+
+def test_skipped_rows_have_no_prediction(tmp_path: Path) -> None:
+    overrides = ["train.epochs=1", 'prepare.on_bad_row="skip"']
+    model = fitted(tmp_path / "run", clicks(), overrides=overrides, data_dir=tmp_path / "elsewhere")
+    assert model.data_dir == tmp_path / "elsewhere"
+    found = model.predict(with_value(clicks(20, seed=2), "price", 3, float("inf")))
+    assert np.flatnonzero(np.isnan(found)).tolist() == [3]
+
+
+def test_a_data_frame_is_its_parquet_file(tmp_path: Path) -> None:
+    """Integer names, an index of names, and an index of two levels."""
+    pandas = pytest.importorskip("pandas")
+    frame = clicks().to_pandas().rename(columns={"3": 3})
+    config = RunConfig(prepare=PrepareConfig(seed=1))
+    for name, case in (("plain", frame), ("user", frame.set_index("user")), ("both", frame.set_index(["user", "row"]))):
+        one = fit(case, label="clicked", config=config, run_dir=tmp_path / name)
+        case.rename(columns=str).to_parquet(tmp_path / "file.parquet")
+        other = fit(pq.read_table(tmp_path / "file.parquet"), label="clicked", config=config, run_dir=tmp_path / "file")
+        assert_same(one.run_dir, other.run_dir)
+        other.run_dir.rename(tmp_path / f"{name}_file")
+    assert pandas.DataFrame(frame).index.equals(frame.index)

@@ -1,0 +1,142 @@
+"""Training straight from a table in memory: it is written as Parquet, described, prepared, and trained on."""
+
+import logging
+import tempfile
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from cowrec.data_pipeline import Schema, infer_schema, prepare
+from cowrec.data_pipeline.dataset.schema import SAMPLE_NUMBER
+from cowrec.data_pipeline.remote import Place, require_local
+from cowrec.trainer.config.run import RunConfig, require_config
+from cowrec.trainer.runs.run_dir import FITTED, require_unused
+from cowrec.trainer.runtime.environment import launched_world_size
+
+from .loop import train
+from .saved_run import evaluate_run, predict_run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FittedModel:
+    """A run that :func:`fit` has trained.
+
+    Attributes:
+        run_dir: its folder.
+        data_dir: the prepared data set, with the test split that was kept from training.
+        report: what :func:`train` returns.
+    """
+
+    run_dir: Path
+    data_dir: Place
+    report: dict[str, Any]
+
+    def predict(self, table: Any) -> NDArray[np.float32]:
+        """Click probabilities of a table's R rows in order, float32 [R], or [R, T] of T > 1 labels.
+
+        The table has the columns of the fields, in any order; labels may be absent. Where ``prepare.on_bad_row`` is
+        "skip", a row that cannot be read has NaN.
+
+        Raises:
+            ValueError: the table has other columns, or a row that cannot be read.
+        """
+        found = _as_arrow(table)
+        with tempfile.TemporaryDirectory(prefix="cowrec-") as folder:
+            output = Path(folder, "predictions.parquet")
+            predict_run(self.run_dir, self._prepared(found, Path(folder)), output)
+            written = pq.read_table(output)
+        labels = Schema.load(self.run_dir).labels
+        names = ["prediction"] if len(labels) == 1 else [f"prediction_{label}" for label in labels]
+        predictions = np.full((found.num_rows, len(names)), np.nan, np.float32)
+        predictions[written[SAMPLE_NUMBER].to_numpy()] = np.stack([written[each].to_numpy() for each in names], axis=1)
+        return predictions[:, 0] if len(labels) == 1 else predictions
+
+    def evaluate(self, table: Any = None, **options: Any) -> dict[str, Any]:
+        """Measures of a table with labels, by default of the test split, as ``cowrec.trainer.evaluate`` returns them.
+
+        Args:
+            options: of that function.
+        """
+        if table is None:
+            return evaluate_run(self.run_dir, self.data_dir, **options)
+        with tempfile.TemporaryDirectory(prefix="cowrec-") as folder:
+            return evaluate_run(self.run_dir, self._prepared(_as_arrow(table), Path(folder)), **options)
+
+    def _prepared(self, table: pa.Table, folder: Path) -> Path:
+        prepare("tabular", [_written(table, folder / "table.parquet")], folder / "data", like=self.run_dir)
+        return folder / "data"
+
+
+def fit(
+    table: Any,
+    *,
+    run_dir: Place,
+    label: Hashable = "",
+    config: RunConfig | None = None,
+    schema_file: Place | None = None,
+    data_dir: Place | None = None,
+) -> FittedModel:
+    """Trains on a table in memory, as ``cowrec schema infer``, ``prepare`` and ``train`` do on its Parquet file.
+
+    Args:
+        table: a pandas DataFrame, a pyarrow Table, or what else has Arrow's interface for tables. A DataFrame gives
+            the columns that its ``to_parquet`` writes: names become text, and an index that is not a range is one.
+        run_dir: a new or empty local folder. ``data.parquet`` there is the table, ``data.toml`` its schema file, and
+            ``data`` the prepared data.
+        label: column of the label, of two values or of numbers; by default the one that looks like it.
+        config: of the run, ``[prepare]`` included; by default the defaults.
+        schema_file: a corrected ``data.toml``, which is then used, in place of ``label``.
+        data_dir: a new or empty folder for the prepared data, in place of ``run_dir / "data"``.
+
+    Raises:
+        ValueError: what those commands refuse; no table, a column that Parquet cannot hold, or several processes.
+    """
+    if launched_world_size() > 1:
+        raise ValueError("fit runs in one process; for several, prepare the table's file, then train under torchrun")
+    if schema_file is not None and label != "":
+        raise ValueError(f"label = {label!r} and schema_file exclude each other: the file names the label")
+    config = RunConfig() if config is None else config
+    require_config(config)
+    folder = require_local(run_dir, "run_dir", "fit prepares its data there")
+    require_unused(folder)
+    arrow = _as_arrow(table)
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = _written(arrow, folder / f"{FITTED}.parquet")
+    if schema_file is None:
+        schema_file = raw.with_suffix(".toml")
+        text = infer_schema(raw, label=str(label))
+        schema_file.write_text(text, encoding="utf-8")
+        left_out = [line.removeprefix("# left out: ") for line in text.splitlines() if line.startswith("# left out: ")]
+        if left_out:
+            logger.warning("not used as fields: %s; see %s", "; ".join(left_out), schema_file)
+    data = folder / FITTED if data_dir is None else data_dir
+    # What an earlier call prepared there has not been trained on: the run's folder is unused.
+    prepare("tabular", [raw], data, config.prepare, schema_file=schema_file, overwrite=data_dir is None)
+    return FittedModel(folder, data, train(config, data, folder))
+
+
+def _as_arrow(table: Any) -> pa.Table:
+    try:
+        return pa.table(table)
+    except pa.ArrowException as error:
+        remedy = "give each column values of one type, for example by astype('string')"
+        raise ValueError(f"the table cannot be read by Arrow: {error}; {remedy}") from error
+    except TypeError as error:
+        raise ValueError(f"table must be a pandas DataFrame or a pyarrow Table, got {type(table)}") from error
+
+
+def _written(table: pa.Table, file: Path) -> Path:
+    try:
+        pq.write_table(table, file)
+    except pa.ArrowException as error:
+        remedy = "convert the column, or leave it out"
+        raise ValueError(f"the table cannot be written as Parquet: {error}; {remedy}") from error
+    return file
