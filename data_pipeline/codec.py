@@ -142,12 +142,15 @@ class SampleCodec:
         schema: schema of encoded samples.
         columns: names of the required raw columns; a missing value is null.
         source_columns: raw column of each source of the encoded fields.
+        together: raw columns that a request must have in one place: of a sequence, and of another one along it.
     """
 
     def __init__(self, schema: Schema, layout: Layout, encoder: Encoder) -> None:
         self.schema, self._layout, self._encoder = schema, layout, encoder
         self._time = layout.time or TIME
         self.source_columns = {field.name: field.column for field in layout.fields}
+        along = [field for field in layout.fields if field.along]
+        self.together = [{field.column, self.source_columns[field.along]} for field in along]
         types = {field.column: ColumnType.of(field) for field in layout.fields}
         self.columns, self._features = tuple(types), dict(types)
         synthetic = any(field.encoding == "synthetic" for field in schema.sparse)
@@ -376,7 +379,7 @@ class _RequestEncoder:
                 lengths.append(None)
             elif field.kind != "weighted":
                 if field.kind == "sequence":
-                    lists = [[] if value in (None, [""]) else value[-field.max_length :] for value in values]
+                    lists = _last(values, columns[self._column[field.along or field.source]], field.max_length)
                 else:
                     lists = [value or [""] for value in values]
                 texts += chain.from_iterable(lists)
@@ -402,6 +405,20 @@ class _RequestEncoder:
             ids[start:stop] = self._encoder.rows(field, hashes[start:stop], offsets[start : stop + 1], data)
             start = stop
         return ids
+
+
+def _last(values: Sequence[Any], along: Sequence[Any], most: int) -> list[list[str]]:
+    """The last ids of each value, as `SampleColumns` has them; `along` are the values of the sequence it goes along.
+
+    Raises:
+        ValueError: a value has not as many ids as that one.
+    """
+    empty = (None, [], [""])
+    steps = [0 if each in empty else len(each) for each in along]
+    given = [len(each or ()) if count else int(each not in empty) for each, count in zip(values, steps, strict=True)]
+    if given != steps:
+        raise ValueError("sequences that go along with each other differ in length")
+    return [each[-most:] if count else [] for each, count in zip(values, steps, strict=True)]
 
 
 def _canonical(values: Sequence[Any], column: ColumnType) -> Sequence[Any]:

@@ -33,6 +33,10 @@ class SequenceField(Protocol):
     def shares(self) -> str:
         """The field whose table it shares, such as the item that is scored beside a history of items; "" for none."""
 
+    @property
+    def along(self) -> str:
+        """The sequence whose ids it describes one by one, and so has the mask of; "" for none."""
+
 
 class SequenceRows(NamedTuple):
     """Rows of a sequence field."""

@@ -89,6 +89,7 @@ class SparseField:
         bucketed: True if the ids are the logarithmic buckets of an integer column.
         max_length: L, most ids of a sequence, which are its last ones; 0 for other kinds.
         shares: of a sequence, the categorical field whose ids these are, and whose table they share; empty for none.
+        along: of a sequence, the one whose ids it describes one by one, of the same length; empty for none.
     """
 
     name: str
@@ -100,6 +101,7 @@ class SparseField:
     bucketed: bool = False
     max_length: int = 0
     shares: str = ""
+    along: str = ""
 
     def __post_init__(self) -> None:
         unsized = self.encoding == "raw" and self.num_embeddings == 0
@@ -222,6 +224,8 @@ class Schema:
             owner = next((other for other in self.sparse if other.name == each.vocabulary), None)
             if owner is None or (owner.num_embeddings, owner.encoding) != (each.num_embeddings, each.encoding):
                 raise ValueError(f"field {each.name!r} shares {each.shares!r}, which is no field of the same size")
+            if each.along and not any((each.along, each.max_length) == (it.name, it.max_length) for it in self.sparse):
+                raise ValueError(f"field {each.name!r} is along {each.along!r}, which is no sequence of this length")
 
     @property
     def keys(self) -> tuple[str, ...]:

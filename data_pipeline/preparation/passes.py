@@ -212,6 +212,7 @@ def _sparse(raw: RawField, kind: SparseKind, config: PrepareConfig) -> SparseFie
         bucketed=bucketed,
         max_length=raw.max_length,
         shares=raw.shares,
+        along=raw.along,
     )
 
 

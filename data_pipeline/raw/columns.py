@@ -60,6 +60,7 @@ class SampleColumns:
     ) -> None:
         self._columns = {name: _one_array(table[name]) for name in table.column_names}
         self._rows, self._null_items, self._for_prediction = table.num_rows, null_items, for_prediction
+        self._steps: dict[str, np.ndarray] = {}
         self.problems: dict[int, tuple[str, str]] = {}
         self.doubts: Counter[tuple[str, str]] = Counter()
 
@@ -154,7 +155,7 @@ class SampleColumns:
         numbers: dict[str, np.ndarray] = {}
         ids: dict[str, pa.Array] = {}
         weights: dict[str, np.ndarray] = {}
-        for field in fields:
+        for field in sorted(fields, key=lambda each: bool(each.along)):
             if field.kind == "numeric":
                 numbers[field.name] = self.numbers(field.column, field.null)
             elif tables and field.name in tables:
@@ -211,8 +212,24 @@ class SampleColumns:
             weights = np.where(large, 0.0, weights).astype(np.float32)
         ids = without_markers(ids.fill_null(""), field.null)
         if field.kind == "sequence":
-            return _last(offsets, ids, field.max_length), None
+            return self._last(field, offsets, ids), None
         return _with_missing(offsets, ids, weights)
+
+    def _last(self, field: RawField, offsets: np.ndarray, ids: pa.Array) -> pa.ListArray:
+        """Returns the last ids of each list; none of a list of one empty string, as empty text becomes.
+
+        A sequence along another one has as many ids, of which one may be that empty string.
+        """
+        given = np.diff(offsets)
+        single, own = np.flatnonzero(given == 1), given.copy()
+        own[single] -= mask(pc.equal(ids, ""))[offsets[single]]
+        steps = self._steps.setdefault(field.name, self._steps.get(field.along, own))
+        wrong = np.where(steps > 0, given, own) != steps
+        self._fail(wrong, field.column, pa.array(given), f"must have as many values as field {field.along!r}")
+        lengths = np.minimum(np.where(wrong, 0, steps), field.max_length)
+        starts = np.r_[0, np.cumsum(lengths)]
+        indices = np.arange(starts[-1]) + np.repeat(offsets[1:] - starts[1:], lengths)
+        return pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), ids.take(pa.array(indices)))
 
     def _pairs(self, items: pa.Array, field: RawField) -> tuple[pa.Array, np.ndarray, np.ndarray]:
         """Returns ids, float64 weights and which are wrong, from items that are text or {id, weight}.
@@ -297,16 +314,6 @@ def _with_missing(
         weights = None if weights is None else np.r_[weights, np.float32(1)][indices]
         offsets = starts
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), ids), weights
-
-
-def _last(offsets: np.ndarray, ids: pa.Array, most: int) -> pa.ListArray:
-    """Returns the last ids of each list, at most `most`; none of a list of one empty string, as empty text becomes."""
-    lengths = np.minimum(np.diff(offsets), most)
-    single = np.flatnonzero(np.diff(offsets) == 1)
-    lengths[single] -= mask(pc.equal(ids, ""))[offsets[single]]
-    starts = np.r_[0, np.cumsum(lengths)]
-    indices = np.arange(starts[-1]) + np.repeat(offsets[1:] - starts[1:], lengths)
-    return pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), ids.take(pa.array(indices)))
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:

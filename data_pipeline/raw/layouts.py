@@ -110,6 +110,8 @@ class RawField:
         min_count, max_ids: for ids; as in `[prepare]`, for this field. 0 means the value of `[prepare]`.
         max_length: for sequences, the number of ids of which the last ones are kept.
         shares: for sequences, the categorical field whose ids these are: both have one vocabulary and one table.
+        along: for sequences, the sequence whose ids it describes one by one, such as the categories of a history of
+            items: both have as many ids, and one `max_length`.
     """
 
     name: str
@@ -124,6 +126,7 @@ class RawField:
     max_ids: int = 0
     max_length: int = 0
     shares: str = ""
+    along: str = ""
 
     def __post_init__(self) -> None:
         where = f"field {self.name!r}"
@@ -155,6 +158,8 @@ class RawField:
                 f"{where}: max_length must be at least 1 for the kind sequence, which needs it, and is for that kind"
                 f" only; got {self.max_length} ({self.kind})"
             )
+        if self.along and not is_sequence:
+            raise ValueError(f"{where}: along is for the kind sequence only, got {self.along!r} ({self.kind})")
         if self.shares and (not is_sequence or self.min_count or self.max_ids):
             raise ValueError(
                 f"{where}: shares is for the kind sequence, and min_count and max_ids are then those of {self.shares!r}"
@@ -215,7 +220,13 @@ class Layout:
         if len(set(names)) < len(names):
             raise ValueError(f"field names must differ, got {sorted({n for n in names if names.count(n) > 1})} twice")
         ids = [field.name for field in self.fields if field.kind == "categorical"]
+        lengths = {field.name: field.max_length for field in self.fields if not field.along}
         for field in self.fields:
+            if field.along and lengths.get(field.along) != field.max_length:
+                raise ValueError(
+                    f"field {field.name!r}: along must be a sequence of the same max_length = {field.max_length} that"
+                    f" goes along with none itself, got {field.along!r}"
+                )
             if field.shares and field.shares not in ids:
                 raise ValueError(f"field {field.name!r}: shares must be a categorical field, got {field.shares!r}")
         if self.time and TIME in names:
@@ -391,6 +402,7 @@ def load_schema_file(path: str | os.PathLike[str]) -> Layout:
         max_ids = "64K"                  # ids: only so many, the most frequent ones, have their own row
         max_length = 50                  # sequence, which needs it: the last ids, of which so many are kept
         shares = "item"                  # sequence: the categorical field whose ids these are
+        along = "history"                # sequence: the one whose ids it describes one by one, and as many
 
     An empty value is a missing one. Of several labels, a missing one is unknown; a sample without its only label is a
     bad row. A time is Unix seconds (rounded down) or ISO 8601 text ("2014-10-21T07:00:00Z", or

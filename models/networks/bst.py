@@ -12,7 +12,7 @@ from cowrec.models.front import Features, Front, Sparse
 from cowrec.models.layers import LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size
 
-from .histories import require_heads, targets_of
+from .histories import histories_of, require_heads
 
 
 class TransformerLayer(nn.Module):
@@ -54,23 +54,21 @@ class _Transformers(nn.Module):
 
     def __init__(self, front: Front, layers: int, heads: int, dropout: float) -> None:
         super().__init__()
-        width, fields, targets = front.embedding_dim, front.fields, targets_of(front, "bst")
-        self._width, self._targets = width, {name: fields.index(target) for name, target in targets.items()}
-        self._others = [number for number, field in enumerate(fields) if field not in targets]
-        lengths = [len(front.sequences[name].keys) + 1 for name in targets]
+        width, self._histories = front.embedding_dim, histories_of(front, "bst")
+        self._width, attended = width, {each.places[0] for each in self._histories}
+        self._others = [number for number in range(len(front.fields)) if number not in attended]
+        lengths = [each.length + 1 for each in self._histories]
         self.positions = nn.ParameterList(glorot_normal(length, width) for length in lengths)
-        self.layers = nn.ModuleList(TransformerLayer(width, heads, dropout) for _ in range(layers * len(targets)))
+        self.layers = nn.ModuleList(TransformerLayer(width, heads, dropout) for _ in range(layers * len(lengths)))
         self._layers = layers
         self.out_features = (len(self._others) + sum(lengths)) * width + front.num_dense
 
     def forward(self, x: Features, dense: Tensor) -> Tensor:
         """Field-major, then each history's L + 1 outputs, zeros where it is shorter, and dense features [B, N]."""
-        embeddings = x.rows[:, :, : self._width]
-        parts = [embeddings[:, number] for number in self._others]
-        for index, ((name, target), position) in enumerate(zip(self._targets.items(), self.positions, strict=True)):
-            rows, mask = x.sequences[name]
-            steps = torch.cat([rows[:, :, : self._width], embeddings[:, target, None]], 1) + position
-            mask = F.pad(mask, (0, 1), value=True)
+        parts = [x.rows[:, number, : self._width] for number in self._others]
+        for index, (history, position) in enumerate(zip(self._histories, self.positions, strict=True)):
+            steps, mask = history.with_target(x, self._width)
+            steps = steps + position
             for layer in range(index * self._layers, (index + 1) * self._layers):
                 steps = self.layers[layer](steps, mask)
             parts.append((steps * mask[:, :, None]).flatten(1))
@@ -80,8 +78,8 @@ class _Transformers(nn.Module):
 class BST(nn.Module):
     """logit = MLP of all embeddings and, for each history, of a transformer's outputs for it and the scored item.
 
-    A sequence that shares no field's table is averaged. Positions are learned, counted from the scored item. There is
-    no linear part.
+    The embeddings of the sequences along a history are added to its own. All sequences but histories are averaged.
+    Positions are learned, counted from the scored item. There is no linear part.
 
     Args:
         config: uses ``hidden`` and ``dropout``.

@@ -12,7 +12,7 @@ from cowrec.models.front import Features, Front, Sparse
 from cowrec.models.layers import LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size
 
-from .histories import require_heads, targets_of
+from .histories import histories_of, require_heads
 
 
 class HstuLayer(nn.Module):
@@ -58,32 +58,28 @@ class _Interests(nn.Module):
 
     def __init__(self, front: Front, layers: int, heads: int, dropout: float) -> None:
         super().__init__()
-        fields, targets, self._width = front.fields, targets_of(front, "hstu"), front.embedding_dim
-        self._places = {name: (fields.index(name), fields.index(target)) for name, target in targets.items()}
-        self.stacks = nn.ModuleList()
-        for name in targets:
-            length = len(front.sequences[name].keys) + 1
-            self.stacks.append(
-                nn.ModuleList(HstuLayer(front.embedding_dim, heads, length, dropout) for _ in range(layers))
-            )
+        self._width, self._histories = front.embedding_dim, histories_of(front, "hstu")
+        self.stacks = nn.ModuleList(
+            nn.ModuleList(HstuLayer(self._width, heads, each.length + 1, dropout) for _ in range(layers))
+            for each in self._histories
+        )
 
     def forward(self, x: Features, dense: Tensor) -> Tensor:
         """[B, F * D + N], field-major, then the dense features [B, N]."""
         embeddings = list(x.rows[:, :, : self._width].unbind(1))
-        for (name, (place, target)), layers in zip(self._places.items(), self.stacks, strict=True):
-            rows, mask = x.sequences[name]
-            steps = torch.cat([rows[:, :, : self._width], embeddings[target][:, None]], 1)
-            mask = F.pad(mask, (0, 1), value=True)
+        for history, layers in zip(self._histories, self.stacks, strict=True):
+            steps, mask = history.with_target(x, self._width)
             for layer in layers:
                 steps = layer(steps, mask)
-            embeddings[place] = steps[:, -1]
+            embeddings[history.places[0]] = steps[:, -1]
         return torch.cat([*embeddings, dense], 1)
 
 
 class HSTU(nn.Module):
     """logit = MLP of all embeddings and, for each history, of an HSTU's output for the scored item behind it.
 
-    A sequence that shares no field's table is averaged. There is no linear part.
+    The embeddings of the sequences along a history are added to its own. All sequences but histories are averaged.
+    There is no linear part.
 
     Args:
         config: uses ``hidden`` and ``dropout``.

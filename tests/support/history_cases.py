@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
@@ -28,8 +29,41 @@ shares = "item"
 name = "seen"
 column = "history"
 kind = "multi"
+[[fields]]
+name = "category"
+kind = "categorical"
+[[fields]]
+name = "categories"
+kind = "sequence"
+max_length = 4
+shares = "category"
+along = "history"
+[[fields]]
+name = "lengths"
+kind = "sequence"
+max_length = 4
+along = "history"
 """
 """The longest histories are longer than is kept; the same lists are pooled too, in a table of their own."""
+
+
+def category(item: str) -> str:
+    """That of an item: its number's last digit."""
+    return f"category {item[-1:]}" if item else ""
+
+
+def with_categories(table: pa.Table) -> pa.Table:
+    """Samples with the categories of items, and of what is in the histories, and the lengths of these ids."""
+    histories = table["history"].to_pylist()
+    columns = {
+        "category": [category(each) for each in table["item"].to_pylist()],
+        "categories": [[category(each) for each in history] for history in histories],
+        "lengths": [[len(each) for each in history] for history in histories],
+    }
+    for name, values in columns.items():
+        table = table.append_column(name, pa.array(values))
+    return table
+
 
 RUN = """
 [model]
@@ -63,6 +97,6 @@ def make_histories(folder: Path, *, raw_ids: bool = False) -> Schema:
     (folder / "run.toml").write_text(RUN)
     (folder / "columns.toml").write_text(COLUMNS)
     (table,) = history_tables(HISTORIES, 0, HISTORIES.rows)
-    pq.write_table(table, folder / "raw.parquet")
+    pq.write_table(with_categories(table), folder / "raw.parquet")
     config = PrepareConfig(split="order", test_rows=101, raw_ids=raw_ids, dense="none")
     return prepare("tabular", [folder / "raw.parquet"], folder / "data", config, schema_file=folder / "columns.toml")

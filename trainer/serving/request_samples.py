@@ -107,6 +107,10 @@ def _encode(codec: SampleCodec, samples: list[RequestSample]) -> tuple[SampleBlo
     """Encodes samples that share the same fields."""
     shared = {name: value for name, value in samples[0].shared.items() if name in codec.columns}
     own = {*codec.columns}.difference(shared)
+    for columns in codec.together:
+        if len(columns.intersection(shared)) == 1 < len(columns):
+            names = " and ".join(sorted(columns))
+            return None, [SharedProblem(f"shared: {names} go along with each other; share both or none")] * len(samples)
     problems = [
         ""
         if sample.fields.keys() >= own and sample.fields.keys().isdisjoint(shared)

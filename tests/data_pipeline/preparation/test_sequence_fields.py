@@ -18,6 +18,7 @@ fields = [
     {name = "words", kind = "sequence", separator = " ", max_length = 2},
 ]
 """
+ALONG = '    {name = "tags", kind = "sequence", separator = "|", max_length = 3, along = "history"},'
 TEXT = "click,item,history,words\n1,a,b|c|a|b,x y z\n0,b,,z\n0,,b||c,\n1,a,c|c,x x\n"
 C, A, B = 2, 3, 4
 """Rows by decreasing count over items and the histories that are kept."""
@@ -76,6 +77,29 @@ def test_malformed_lists_are_bad_rows_and_bad_samples(tmp_path):
         prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "bad", config, schema_file=tmp_path / "schema.toml")
 
 
+def test_sequences_along_another_have_as_many_ids(tmp_path):
+    """More and fewer ids than are kept; an empty text is one missing id beside one id, and none beside none."""
+    text = TEXT.replace("words", "tags").replace("x y z", "p|q|r|s").replace("z\n0", "\n0").replace("x x", "p|")
+    text = text.replace("c,\n", "c,p||q\n") + "0,a,a,\n1,a,a|b,p\n0,a,,p\n0,a,a|b|c|a|b,p|q|r|s\n"
+    schema = SCHEMA.replace(SCHEMA.splitlines()[-2], ALONG)
+    config = PrepareConfig(test_fraction=0.0, on_bad_row="skip", max_bad_rows=3)
+    found = prepare_text(tmp_path, schema, text, config=config)
+    assert sum(found.bad_rows.values()) == 3
+    rows = read_split(tmp_path / "out", "train")
+    assert [len(each) for each in rows["tags"]] == [len(each) for each in rows["history"]] == [3, 0, 3, 2, 1]
+    assert rows["tags"][2][1] == rows["tags"][3][1] == rows["tags"][4][0] == MISSING
+    codec, lines = SampleCodec.load(tmp_path / "out"), [line.split(",") for line in text.splitlines()[1:]]
+    lists = [(history.split("|"), tags.split("|")) for _, _, history, tags in lines] + [(None, []), (["a"], None)]
+    samples = [{"item": "a", "history": history, "tags": tags} for history, tags in lists]
+    block, bad = codec.encode_request(samples)
+    assert [each.index for each in bad] == [5, 6, 7, 9]
+    assert bad[0].reason == "column tags: must have as many values as field 'history', got 1"
+    good = [each for number, each in enumerate(samples) if number not in (5, 6, 7, 9)]
+    for name, bags in codec.encode_request(good)[0].bags.items():
+        assert torch.equal(bags.values, block.bags[name].values)
+        assert torch.equal(bags.offsets, block.bags[name].offsets)
+
+
 @pytest.mark.parametrize(
     ("replaced", "by", "message"),
     [
@@ -83,6 +107,8 @@ def test_malformed_lists_are_bad_rows_and_bad_samples(tmp_path):
         ('null = ["none"]', "max_length = 4", "for that kind only; got 4 .categorical."),
         ('shares = "item"', 'shares = "words"', "shares must be a categorical field, got 'words'"),
         ('shares = "item"', 'shares = "item", min_count = 2', "min_count and max_ids are then those of 'item'"),
+        ('shares = "item"', 'along = "words"', "along must be a sequence of the same max_length = 3 .* got 'words'"),
+        ('null = ["none"]', 'along = "words"', "along is for the kind sequence only, got 'words' .categorical."),
         ('shares = "item"', 'pooling = "mean"', "pooling is for the kinds multi and weighted"),
     ],
 )

@@ -20,45 +20,57 @@ OPTIONS["hstu"] = OPTIONS["bst"]
 class Field(NamedTuple):
     keys: tuple[str, ...]
     shares: str = ""
+    along: str = ""
 
 
 SEQUENCES = {
     "history": Field(tuple(f"history[{k}]" for k in range(LENGTH)), "item"),
     "tags": Field(("tags[0]", "tags[1]")),
 }
+ALONG = {
+    "marks": Field(tuple(f"marks[{k}]" for k in range(LENGTH)), "", "history"),
+    "cities": Field(tuple(f"cities[{k}]" for k in range(LENGTH)), "city", "history"),
+}
 FIELDS = ["history", "city", "item", "tags"]
 HISTORIES = [[3, 1, 3], [], [5], [8, 7, 6, 2]]
 TAGS = [[], [1, 2], [0], [2]]
 ITEM, CITY = [3, 4, 5, 0], [0, 1, 1, 2]
+MARKS, CITIES = [[0, 0, 1], [], [2], [1, 0, 2, 0]], [[2, 1, 1], [], [1], [0, 2, 0, 1]]
+IDS = {"history": HISTORIES, "tags": TAGS, "marks": MARKS, "cities": CITIES}
+IDS |= {"item": [[each] for each in ITEM], "city": [[each] for each in CITY]}
+TABLES = {"history": "table", "item": "table", "cities": "city"}
 
 
 def config(name: str) -> ModelConfig:
     return ModelConfig(name=name, embedding_dim=DIM, hidden=(6, 5), options=OPTIONS.get(name, {}))
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name: str, *, along: bool = False) -> nn.Module:
     """A network with random parameters."""
     torch.manual_seed(1)
-    names = [("table", ITEMS, ["item", *SEQUENCES["history"].keys]), ("city", 3, ["city"])]
+    sequences = SEQUENCES | ALONG if along else SEQUENCES
+    names = [("table", ITEMS, ["item", *SEQUENCES["history"].keys])]
+    names.append(("city", 3, ["city", *ALONG["cities"].keys] if along else ["city"]))
     names.append(("tags", 3, list(SEQUENCES["tags"].keys)))
+    names += [("marks", 3, list(ALONG["marks"].keys))] * along
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=physical_dim(DIM), feature_names=keys)
         for name, rows, keys in names
     ]
-    model = build_model(config(name), tables, 1, fields=FIELDS, sequences=SEQUENCES)
+    fields = list(dict.fromkeys([*FIELDS, *sequences]))
+    model = build_model(config(name), tables, 1, fields=fields, sequences=sequences)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
     return model
 
 
-def batch() -> tuple[Tensor, KeyedJaggedTensor]:
-    fields = ((HISTORIES, LENGTH), ([[each] for each in CITY], 1), ([[each] for each in ITEM], 1), (TAGS, 2))
-    ids: list[list[int]] = []
-    for values, length in fields:
-        for back in range(length, 0, -1):
-            ids += [[each[-back]] if len(each) >= back else [] for each in values]
-    keys = [key for name in FIELDS for key in (SEQUENCES[name].keys if name in SEQUENCES else (name,))]
+def batch(model: nn.Module) -> tuple[Tensor, KeyedJaggedTensor]:
+    sequences, ids, keys = model.front.sequences, list[list[int]](), list[str]()
+    for name in model.front.fields:
+        keys += sequences[name].keys if name in sequences else (name,)
+        for back in range(len(sequences[name].keys) if name in sequences else 1, 0, -1):
+            ids += [[each[-back]] if len(each) >= back else [] for each in IDS[name]]
     lengths = torch.tensor([len(each) for each in ids], dtype=torch.int32)
     values = torch.tensor([each for one in ids for each in one], dtype=torch.int32)
     return torch.rand(len(ITEM), 1), KeyedJaggedTensor(keys, values, lengths=lengths, stride=len(ITEM))
@@ -74,19 +86,39 @@ def mlp(layers: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
+def embeddings(model: nn.Module, field: str, sample: int) -> Tensor:
+    """Of all ids of a field, [n, D]."""
+    return rows_of(model, TABLES.get(field, field), IDS[field][sample])[:, :DIM]
+
+
+def parts_of(model: nn.Module, sample: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Embeddings of the sequences of the history, [n, D] each, and of the fields that the first of them share."""
+    along = "marks" in model.front.sequences
+    parts, fields = (["history", "cities", "marks"], ["item", "city"]) if along else (["history"], ["item"])
+    targets = [embeddings(model, field, sample)[0] for field in fields]
+    return [embeddings(model, part, sample) for part in parts], targets
+
+
+def logit(model: nn.Module, sample: int, dense: Tensor, given: dict[str, Tensor], *behind: Tensor) -> Tensor:
+    """Of the MLP of all fields, pooled where they are not `given`, of further parts and dense features."""
+    pooled = []
+    for field in model.front.fields:
+        own = embeddings(model, field, sample)
+        pooled.append(given.get(field, own.mean(0) if len(own) else torch.zeros(DIM)))
+    x = mlp(model.mlp, torch.cat([*pooled, *behind, dense]))
+    return x @ model.output.kernel[:, 0] + model.output.bias[0]
+
+
 def din(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
     """Figure 2 of the paper, with the two embeddings and their product as inputs of the activation unit."""
-    unit, target = model.attention.units[0], rows_of(model, "table", ITEM)[sample, :DIM]
-    interest = torch.zeros(DIM)
-    for step in rows_of(model, "table", HISTORIES[sample])[:, :DIM]:
-        hidden = torch.cat([step, target, step * target]) @ unit.kernel + unit.bias
+    unit, (parts, targets) = model.attention.units[0], parts_of(model, sample)
+    target, interest = torch.cat(targets), torch.zeros(len(parts) * DIM)
+    for step in torch.cat(parts, 1):
+        hidden = torch.cat([step, target, step[: len(target)] * target]) @ unit.kernel + unit.bias
         hidden = torch.where(hidden > 0, hidden, unit.slope * hidden)
         interest = interest + (hidden @ unit.output[:, 0] + unit.output_bias) * step
-    tags = rows_of(model, "tags", TAGS[sample])[:, :DIM]
-    city = rows_of(model, "city", CITY)[sample, :DIM]
-    pooled = tags.mean(0) if len(tags) else torch.zeros(DIM)
-    x = mlp(model.mlp, torch.cat([interest, city, target, pooled, dense]))
-    return x @ model.output.kernel[:, 0] + model.output.bias[0]
+    names = ("history", "cities", "marks")[: len(parts)]
+    return logit(model, sample, dense, dict(zip(names, interest.split(DIM), strict=True)))
 
 
 def norm(layer: nn.Module, x: Tensor) -> Tensor:
@@ -96,8 +128,10 @@ def norm(layer: nn.Module, x: Tensor) -> Tensor:
 def bst(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
     """Equations 2 to 7 of the paper for the items that there are, whose positions end at the scored item's."""
     module, dim = model.transformers, DIM // 2
-    ids = [*HISTORIES[sample], ITEM[sample]]
-    steps = list(rows_of(model, "table", ids)[:, :DIM] + module.positions[0][LENGTH + 1 - len(ids) :])
+    parts, targets = parts_of(model, sample)
+    steps = [*sum(parts), sum(targets)]
+    absent = LENGTH + 1 - len(steps)
+    steps = [x + position for x, position in zip(steps, module.positions[0][absent:], strict=True)]
     for layer in module.layers:
         heads = [[] for _ in steps]
         for columns in (slice(0, dim), slice(dim, DIM)):
@@ -111,18 +145,14 @@ def bst(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
         inner = [x @ layer.inner + layer.inner_bias for x in steps]
         inner = [torch.where(x > 0, x, 0.01 * x) @ layer.outer + layer.outer_bias for x in inner]
         steps = [norm(layer.norms[1], x + y) for x, y in zip(steps, inner, strict=True)]
-    absent = [torch.zeros(DIM)] * (LENGTH + 1 - len(ids))
-    tags = rows_of(model, "tags", TAGS[sample])[:, :DIM]
-    others = [rows_of(model, "city", CITY)[sample, :DIM], rows_of(model, "table", ITEM)[sample, :DIM]]
-    others.append(tags.mean(0) if len(tags) else torch.zeros(DIM))
-    x = mlp(model.mlp, torch.cat([*others, *absent, *steps, dense]))
-    return x @ model.output.kernel[:, 0] + model.output.bias[0]
+    behind = torch.cat([*[torch.zeros(DIM)] * absent, *steps])
+    return logit(model, sample, dense, {"history": torch.zeros(0)}, behind)
 
 
 def hstu(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
     """Equations 1 to 3 of the paper for the items that there are, each of which sees those before it."""
-    ids, dim = [*HISTORIES[sample], ITEM[sample]], DIM // 2
-    steps = list(rows_of(model, "table", ids)[:, :DIM])
+    dim, (parts, targets) = DIM // 2, parts_of(model, sample)
+    steps = [*sum(parts), sum(targets)]
     for layer in model.interests.stacks[0]:
         gate, value, query, key = (
             [x[k : k + DIM] for x in (F.silu(norm(layer.norms[0], x) @ layer.inner + layer.inner_bias) for x in steps)]
@@ -137,19 +167,18 @@ def hstu(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
                 heads = heads + weights * value[j]
             new.append(x + (norm(layer.norms[1], heads) * gate[i]) @ layer.outer + layer.outer_bias)
         steps = new
-    tags = rows_of(model, "tags", TAGS[sample])[:, :DIM]
-    parts = [steps[-1], rows_of(model, "city", CITY)[sample, :DIM], rows_of(model, "table", ITEM)[sample, :DIM]]
-    x = mlp(model.mlp, torch.cat([*parts, tags.mean(0) if len(tags) else torch.zeros(DIM), dense]))
-    return x @ model.output.kernel[:, 0] + model.output.bias[0]
+    return logit(model, sample, dense, {"history": steps[-1]})
 
 
 FORMULAS = {"din": din, "bst": bst, "hstu": hstu}
 
 
+@pytest.mark.parametrize("along", [False, True])
 @pytest.mark.parametrize("name", OF_HISTORIES)
-def test_logits_and_gradients_follow_the_paper(name: str) -> None:
+def test_logits_and_gradients_follow_the_paper(name: str, along: bool) -> None:
     """Histories of 3, 0, 1 and 4 items, of which some repeat and one is the scored one."""
-    model, (dense, sparse) = model_of(name), batch()
+    model = model_of(name, along=along)
+    dense, sparse = batch(model)
     logits = model(dense, sparse)
     expected = torch.stack([FORMULAS[name](model, sample, dense[sample]) for sample in range(len(ITEM))])
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -163,7 +192,8 @@ def test_logits_and_gradients_follow_the_paper(name: str) -> None:
 
 
 def test_the_front_gives_rows_masks_and_their_mean() -> None:
-    model, (dense, sparse) = model_of("deepfm"), batch()
+    model = model_of("deepfm")
+    dense, sparse = batch(model)
     x = model.front(dense, sparse)
     history, mask = x.sequences["history"]
     assert mask.tolist() == [[k >= LENGTH - len(each) for k in range(LENGTH)] for each in HISTORIES]
@@ -180,7 +210,8 @@ def test_the_front_gives_rows_masks_and_their_mean() -> None:
 @pytest.mark.parametrize("name", ["deepfm", *OF_HISTORIES])
 def test_rows_that_are_looked_up_elsewhere_give_the_same_logits(name: str) -> None:
     """A row of zeros within a history counts, as the mask comes from the lengths."""
-    model, (dense, sparse) = model_of(name), batch()
+    model = model_of(name)
+    dense, sparse = batch(model)
     with torch.no_grad():
         model.front.embeddings.embedding_bags["table"].weight[1] = 0
     network = build_network(config(name), FIELDS, 1, sequences=SEQUENCES)

@@ -20,7 +20,7 @@ from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.serving.request_samples import RequestSample, encode_samples
 from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.sharded_model.run_plan import RunPlan
-from history_cases import HISTORIES, make_histories
+from history_cases import HISTORIES, category, make_histories
 from run_comparison import assert_close, assert_same, state_of
 from shared_work import made_once
 from trained_runs import predicted, run
@@ -67,7 +67,10 @@ def drawn_samples(count: int) -> list[dict[str, Any]]:
     for number in range(count):
         history = [rng.choice(ids) for _ in range(rng.choice((0, 0, 1, 1, 2, 4, 5, 9)))]
         history = rng.choice((history, history or None)) if number % 9 else [""]
-        samples.append({"item": rng.choice([*ids, None]), "history": history})
+        item, several = rng.choice([*ids, None]), [] if history in (None, [""]) else history
+        along = {"categories": [category(each) for each in several], "lengths": [str(len(each)) for each in several]}
+        along = along if several else {name: rng.choice((history, None, [])) for name in along}
+        samples.append({"item": item, "history": history, "category": category(item or ""), **along})
     return samples
 
 
@@ -77,6 +80,7 @@ def test_predict_and_serve_agree_on_drawn_samples(folder: Path, tmp_path: Path, 
     samples, run_dir = drawn_samples(120), folder / name / "run"
     rows = [{**each, "label": number % 2, "time": number} for number, each in enumerate(samples)]
     kinds = {"history": pa.list_(pa.string()), "item": pa.string(), "label": pa.int8(), "time": pa.int64()}
+    kinds |= {"category": pa.string(), "categories": kinds["history"], "lengths": kinds["history"]}
     columns = {column: pa.array([each[column] for each in rows], kind) for column, kind in kinds.items()}
     pq.write_table(pa.table(columns), tmp_path / "new.parquet")
     prepare("tabular", [tmp_path / "new.parquet"], tmp_path / "new", like=run_dir)
@@ -88,11 +92,22 @@ def test_predict_and_serve_agree_on_drawn_samples(folder: Path, tmp_path: Path, 
         block, problems = codec.encode_request([sample])
         assert not problems
         np.testing.assert_allclose(model.predict(block), wanted, atol=1e-6)
-    shared = {"history": samples[1]["history"]}
-    block, problems = encode_samples(codec, [RequestSample({"item": each["item"]}, shared) for each in samples])
+    shared = {name: samples[1][name] for name in ("history", "categories", "lengths")}
+    own = [{name: each[name] for name in ("item", "category")} for each in samples]
+    block, problems = encode_samples(codec, [RequestSample(each, shared) for each in own])
     apart, _ = codec.encode_request([{**each, **shared} for each in samples])
     assert not any(problems)
     np.testing.assert_array_equal(model.predict(block), model.predict(apart))
+
+
+def test_a_history_and_what_goes_along_are_shared_by_samples_together(folder: Path) -> None:
+    codec, sample = SampleCodec.load(folder / "own" / "export"), {"item": "item_1", "category": "category 1"}
+    both = {name: ["item_2"] for name in ("history", "categories", "lengths")}
+    for name in both:
+        own = {key: value for key, value in both.items() if key != name}
+        block, problems = encode_samples(codec, [RequestSample(sample | own, {name: both[name]})])
+        assert block is None
+        assert re.match("shared: (categories|lengths|history) and .* share both or none", problems[0])
 
 
 def test_item_and_history_are_one_table(folder: Path) -> None:
@@ -100,7 +115,9 @@ def test_item_and_history_are_one_table(folder: Path) -> None:
     config, schema = load_config(folder / "raw" / "run.toml", IDS), Schema.load(folder / "raw" / "data")
     plan = RunPlan.of(config, schema, Process(0, 1, 1, False, torch.device("cpu")))
     features = {bag.name: bag.feature_names for bag in plan.bags}
-    assert features == {"item": ["item", *(f"history[{k}]" for k in range(4))], "seen": ["seen"]}
+    history, categories, lengths = ([f"{name}[{k}]" for k in range(4)] for name in ("history", "categories", "lengths"))
+    own = {"seen": ["seen"], "category": ["category", *categories], "lengths": lengths}
+    assert features == {"item": ["item", *history], **own}
     tables = Manifest.load(folder / "ids" / "export").tables
     assert tables["item"].features == ("item",)
     assert tables["item"].rows <= HISTORIES.items + RESERVED_ROWS
