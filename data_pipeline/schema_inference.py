@@ -332,6 +332,8 @@ def _header(rows: Sequence[Sequence[str]]) -> tuple[bool, bool]:
     return not any(name in column for name, column in zip(first, columns, strict=True)), False
 
 
+ORDERED = '; a history, the oldest first: kind = "sequence", max_length = 50'
+"""What to do where the order of lists counts, which their values do not show."""
 SEPARATORS = "|;,^ "
 FEW_VALUES = 20
 """An integer column with at most so many distinct numbers is probably one of codes."""
@@ -375,7 +377,7 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "") -> Gue
     """Guesses what the values of a column are; `said`: what its type says, see `RawSample`."""
     if said in ("multi", "weighted"):
         keys = {"separator": "|"} | ({"weight_separator": ":"} if said == "weighted" else {})
-        return Guess(said, keys, why="lists; separators apply to text only")
+        return Guess(said, keys, why="lists; separators apply to text only" + ORDERED * (said == "multi"))
     if said not in ("", "time") or (values and values[0] is None):
         return Guess(why=said or "bytes that are not UTF-8")
     texts = [value or "" for value in values]
@@ -462,4 +464,5 @@ def _as_list(
         if all(left and NUMBER_PATTERN.fullmatch(weight) for left, _, weight in halves):
             keys = {"separator": separator, "weight_separator": weight_separator}
             return gain, "weighted", keys, f"{len({left for left, _, _ in halves})} different ids with numbers"
-    return gain, "multi", {"separator": separator}, f"unsure: {len(parts)} different parts in {len(distinct)} values"
+    why = f"unsure: {len(parts)} different parts in {len(distinct)} values{ORDERED}"
+    return gain, "multi", {"separator": separator}, why

@@ -97,6 +97,8 @@ def test_known_columns_are_recognised(tmp_path):
     by_column = {line.split('"')[1]: line for line in text.splitlines() if line.startswith("    {")}
     assert "unsure" in by_column["age"]
     assert "leading zeros" in by_column["zip"]
+    assert 'kind = "multi"' in by_column["genres"]
+    assert 'a history, the oldest first: kind = "sequence", max_length = 50' in by_column["genres"]
     for column, why in (("row_id", "identifies the row"), ("note", "long text"), ("empty", "no value at all")):
         assert f"# left out: '{column}': {why}" in text or f"# left out: '{column}': another" in text
 
@@ -127,7 +129,9 @@ def test_parquet_columns_are_recognised(tmp_path):
         }
     )
     pq.write_table(table, tmp_path / "raw.parquet")
-    layout, found = kinds(infer_schema(tmp_path / "raw.parquet"), tmp_path)
+    text = infer_schema(tmp_path / "raw.parquet")
+    assert text.count('kind = "sequence"') == 1
+    layout, found = kinds(text, tmp_path)
     assert layout.labels[0].column == "click"
     assert found == {"price": "numeric", "tags": "multi", "shop": "categorical"}
     config = PrepareConfig(test_fraction=0)
