@@ -413,7 +413,7 @@ def _last(values: Sequence[Any], along: Sequence[Any], most: int) -> list[list[s
     Raises:
         ValueError: a value has not as many ids as that one.
     """
-    empty = (None, [], [""])
+    empty: tuple[Any, ...] = (None, [], [""])
     steps = [0 if each in empty else len(each) for each in along]
     given = [len(each or ()) if count else int(each not in empty) for each, count in zip(values, steps, strict=True)]
     if given != steps:

@@ -3,6 +3,8 @@
 Sizes: B samples, F fields, D embedding width, N dense features, L positions of a sequence, n = L + 1, H heads.
 """
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -69,7 +71,7 @@ class _Interests(nn.Module):
         embeddings = list(x.rows[:, :, : self._width].unbind(1))
         for history, layers in zip(self._histories, self.stacks, strict=True):
             steps, mask = history.with_target(x, self._width)
-            for layer in layers:
+            for layer in cast(nn.ModuleList, layers):
                 steps = layer(steps, mask)
             embeddings[history.places[0]] = steps[:, -1]
         return torch.cat([*embeddings, dense], 1)
