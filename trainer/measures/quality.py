@@ -4,6 +4,7 @@ R samples, T tasks, U distinct scores.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
@@ -105,6 +106,7 @@ class Quality:
         excess_logloss: expected_logloss less its least possible value, that of q = p: the mean Kullback-Leibler
             divergence of q from p.
         by_id_counts: the same of each third of the samples; see :func:`id_count_thirds`.
+        newest: of a test split by time, the same of its newest samples; see :func:`newest_samples`.
         by_task: of several tasks, the quality of each; the other values are those of the main one.
     """
 
@@ -120,6 +122,7 @@ class Quality:
     expected_logloss: float | None = None
     excess_logloss: float | None = None
     by_id_counts: Mapping[str, "Quality"] | None = None
+    newest: "Quality | None" = None
     by_task: Mapping[str, "Quality"] | None = None
 
     def __str__(self) -> str:
@@ -140,6 +143,35 @@ class Quality:
 
     def without_bins(self) -> "Quality":
         return dataclasses.replace(self, calibration_bins=None)
+
+
+def calibration_remark(values: Mapping[str, Any]) -> str | None:
+    """A sentence for a run whose predictions of the newest test samples are off by more than a tenth, and by chance
+    alone hardly would be; None for others, and for splits that are not by time.
+
+    Args:
+        values: of a test split, as :meth:`Quality.values` returns them.
+    """
+    newest = values.get("newest")
+    if not newest or not newest["ctr"] > 0:
+        return None
+    off, clicks = newest["calibration"] - 1, newest["ctr"] * newest["rows"]
+    if abs(off) <= max(0.1, 3 / math.sqrt(clicks)):  # three standard deviations of a number of clicks
+        return None
+    found = (
+        f"the newest tenth of the test samples has {abs(off):.0%} too {'many' if off > 0 else 'few'} predicted clicks"
+    )
+    lost = values["auc"] - newest["auc"]
+    if lost > max(0.01, math.sqrt((1 / clicks + 1 / max(newest["rows"] - clicks, 1)) / 3)):  # two, at an AUC of 0.5
+        drift = f"AUC is {100 * lost:.1f} points lower there: what is clicked has changed, or many ids are new"
+    elif abs(values["calibration"] - 1) > abs(off) / 2:
+        drift = (
+            f"calibration of the whole split is {values['calibration']:.3f}: the click rate differs from that of the"
+        )
+        drift += " training samples; if it did not change (evaluate --split train), the model is overfitted"
+    else:
+        drift = f"AUC is not lower there: the click rate has changed lately, to {newest['ctr']:.4f}"
+    return f"{found}. {drift}. Train on newer samples, or as they arrive (cowrec online)"
 
 
 def measure_tasks(samples: Samples, labels: Sequence[str]) -> Quality:

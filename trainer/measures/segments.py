@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 
 from cowrec.data_pipeline import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, Schema, SparseField
-from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, vocabulary_file
+from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, TIME, vocabulary_file
 from cowrec.data_pipeline.dataset.shards import read_columns
 from cowrec.data_pipeline.reading.id_counts import log_id_counts
 
@@ -123,6 +123,20 @@ def id_count_thirds(data_dir: Path, split: str, train_rows: int | None = None) -
     first, second = (-(-len(values) * part // 3) - 1 for part in (1, 2))
     ordered = np.partition(values, (first, second))
     return (values > ordered[first]).astype(np.int8) + (values > ordered[second])
+
+
+def newest_samples(data_dir: Path, split: str) -> np.ndarray | None:
+    """The newest tenth of a split's samples in the stored order, bool [R]; those of one time are in it together.
+
+    None where the splits were not divided by time.
+    """
+    schema = Schema.load(data_dir)
+    if "split" not in schema.settings or not schema.timed or not schema.split(split).rows:
+        return None
+    times = read_columns(data_dir, schema, split, [TIME])[TIME].to_numpy()
+    first = len(times) - -(-len(times) // 10)
+    newest: np.ndarray = times >= np.partition(times, first)[first]
+    return newest
 
 
 def _sparse_field(schema: Schema, column: str, data_dir: Path) -> SparseField:

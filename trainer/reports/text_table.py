@@ -26,10 +26,8 @@ def quality_tables(values: Mapping[str, Any]) -> str:
         )
         tables.append(f"{gauc}\n{aligned(rows)}")
     if importance := values.get("importance"):
-        measures = ("auc_drop", "logloss_rise")
-        rows = [["permuted", *measures]]
-        rows += [[name, *(_number(each[m]) for m in measures)] for name, each in importance.items()]
-        tables.append(aligned(rows))
+        changes = [[name, *map(_number, each.values())] for name, each in importance.items()]
+        tables.append(aligned([["permuted", "auc_drop", "logloss_rise"], *changes]))
     return "\n\n".join(tables)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cowrec.data_pipeline import Batch, Reader
 from cowrec.trainer.measures.quality import Quality, Samples, measure, measure_tasks
-from cowrec.trainer.measures.segments import THIRDS, id_count_thirds
+from cowrec.trainer.measures.segments import THIRDS, id_count_thirds, newest_samples
 from cowrec.trainer.runtime.processes import from_first, gathered
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 
@@ -91,7 +91,9 @@ class EpochQuality:
 
 
 def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None) -> Quality:
-    """Measures a reader's labelled samples; all processes call together and get the same numbers.
+    """Measures a reader's labelled samples, of a test split by time the newest by themselves too.
+
+    All processes call together and get the same numbers.
 
     Args:
         thirds: of the split's samples by their ids, to be measured by themselves too, see :func:`id_count_thirds`; on
@@ -100,10 +102,13 @@ def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None
     samples = predicted_samples(state, reader)
 
     def measured() -> Quality:
-        quality = measure_tasks(samples, state.plan.schema.labels)
+        quality, main = measure_tasks(samples, state.plan.schema.labels), samples.of_task(0)
+        newest = newest_samples(Path(state.plan.config.data.dir), "test") if reader.split == "test" else None
+        if newest is not None:
+            quality = dataclasses.replace(quality, newest=measure(main.where(torch.from_numpy(newest))).without_bins())
         if thirds is None:
             return quality
-        main, numbers = samples.of_task(0), torch.from_numpy(thirds)
+        numbers = torch.from_numpy(thirds)
         by_third = {name: measure(main.where(numbers == third)).without_bins() for third, name in enumerate(THIRDS)}
         return dataclasses.replace(quality, by_id_counts=by_third)
 
@@ -127,9 +132,10 @@ def field_importance(state: TrainState, reader: Reader, samples: Samples) -> dic
     known = np.flatnonzero(~samples.of_task(0).label.isnan().numpy())
     order = np.arange(reader.num_rows)
     order[known] = known[np.random.default_rng(0).permutation(len(known))]
-    fields: dict[str, list[str]] = {}
-    for field in (*reader.schema.dense, *reader.schema.sparse):
-        fields.setdefault(field.source or field.name, []).append(field.name)
+    schema, fields = reader.schema, dict[str, list[str]]()
+    sources = [(each.source, each.name) for each in schema.dense] + [(each.source, each.name) for each in schema.sparse]
+    for source, name in sources:
+        fields.setdefault(source or name, []).append(name)
     before, index, found = measure(samples.of_task(0)), torch.from_numpy(order).to(reader.device), {}
     for source, names in fields.items():
         after = measure(predicted_samples(state, reader.with_values_of(index, names)).of_task(0))

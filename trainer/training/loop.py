@@ -25,6 +25,7 @@ from cowrec.trainer.config.run import (
 )
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import clip_remark
+from cowrec.trainer.measures.quality import calibration_remark
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, WriteFiles, best_epoch
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace, local_data
@@ -124,8 +125,8 @@ class _EpochRun:
             quality = self.final_quality(log)
             log.write("report", self.trainer.steps, **quality)
         report = self.report(quality)
-        if report["clip_remark"]:
-            self.say(report["clip_remark"])
+        for remark in filter(None, (report["clip_remark"], report["calibration_remark"])):
+            self.say(remark)
         return report
 
     def train_epoch(self, log: MetricsLog, stop: StopRequest) -> None:
@@ -273,6 +274,7 @@ class _EpochRun:
         best_possible = self.plan.schema.best
         return {
             **quality,
+            "calibration_remark": calibration_remark(quality),
             "samples_per_second": self.speed.samples / self.speed.seconds if self.speed.seconds else nan,
             "train_seconds": self.speed.seconds,
             "best_possible": dict(best_possible) if best_possible else None,
