@@ -166,9 +166,9 @@ def calibration_remark(values: Mapping[str, Any]) -> str | None:
         drift = f"AUC is {100 * lost:.1f} points lower there: what is clicked has changed, or many ids are new"
     elif abs(values["calibration"] - 1) > abs(off) / 2:
         drift = (
-            f"calibration of the whole split is {values['calibration']:.3f}: the click rate differs from that of the"
+            f"Calibration of the whole split is {values['calibration']:.3f}: the click rate differs from that of the"
+            " training samples; if it did not change (evaluate --split train), the model is overfitted"
         )
-        drift += " training samples; if it did not change (evaluate --split train), the model is overfitted"
     else:
         drift = f"AUC is not lower there: the click rate has changed lately, to {newest['ctr']:.4f}"
     return f"{found}. {drift}. Train on newer samples, or as they arrive (cowrec online)"
