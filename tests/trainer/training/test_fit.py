@@ -12,7 +12,7 @@ import pytest
 
 from commands.command_line import exit_code
 from cowrec.data_pipeline import PrepareConfig, infer_schema
-from cowrec.trainer import FittedModel, RunConfig, fit, load_config, predict
+from cowrec.trainer import FittedModel, RunConfig, fit, load_config
 from refusal import refused
 from run_comparison import assert_same
 from trainer_cases import CONFIG
@@ -43,21 +43,19 @@ def fitted(run_dir: Path, table: Any, **settings: Any) -> FittedModel:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder in which the page's two examples have run, and their names."""
+    """A folder in which the page's example has run, and its names."""
     folder = tmp_path_factory.mktemp("page")
     pq.write_table(clicks(), folder / "clicks.parquet")
     pq.write_table(clicks(40, seed=1), folder / "new.parquet")
     (folder / "run.toml").write_text(CONFIG)
     section = PAGE.read_text(encoding="utf-8").partition("\n## From Python\n")[2]
-    first, steps = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
-    assert len([line for line in first.splitlines() if line]) <= 10
+    example, *_ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len([line for line in example.splitlines() if line]) <= 10
     names: dict[str, Any] = {}
     before = Path.cwd()
     os.chdir(folder)
     try:
-        exec(first, names)
-        Path("columns.toml").write_text(Path("runs/clicks/data.toml").read_text())
-        exec(steps, names)
+        exec(example, names)
     finally:
         os.chdir(before)
     return folder, names
@@ -72,10 +70,11 @@ def test_the_result_has_the_bits_of_the_commands(
         "schema infer clicks.parquet --label clicked --output by_hand.toml",
         "prepare tabular --schema by_hand.toml --input clicks.parquet --output by_hand",
         "train run.toml --data by_hand --run-dir runs/by_hand --set train.batch_size=64",
+        "prepare tabular --like runs/by_hand --input new.parquet --output new",
+        "predict runs/by_hand --data new --output by_hand.parquet",
     ):
         assert exit_code(monkeypatch, *command.split()) == 0, capsys.readouterr()
     assert_same(Path("runs/clicks"), Path("runs/by_hand"))
-    predict("runs/by_hand", "data/new", "by_hand.parquet")
     expected = pq.read_table("by_hand.parquet")["prediction"].to_numpy()
     found = names["model"].predict(names["new"].drop_columns("clicked"))
     assert found.dtype == np.float32
