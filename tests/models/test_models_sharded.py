@@ -1,5 +1,7 @@
 """Sharded networks equal the unsharded ones, and TorchRec's pipeline can trace them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,14 +15,15 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch
-from cowrec.models import ModelConfig, build_model, l2_kernels, physical_dim
-from history_cases import FLAT
+from cowrec.models import MODELS, ModelConfig, build_model, l2_kernels, physical_dim
+from history_cases import OF_HISTORIES
 
 pytest_plugins = ["one_group"]
 
 ROWS = {"C1": 40, "C2": 7, "C3": 25, "C4": 12}
 DIM, NUM_DENSE, BATCH = 4, 2, 10
 CPU = torch.device("cpu")
+HISTORY = SimpleNamespace(keys=("C2", "C3"), shares="C1", along="")
 
 
 class Training(nn.Module):
@@ -49,7 +52,9 @@ def network(name: str, device: torch.device) -> nn.Module:
         EmbeddingBagConfig(name=f"t_{key}", feature_names=[key], num_embeddings=rows, embedding_dim=physical_dim(DIM))
         for key, rows in ROWS.items()
     ]
-    return build_model(ModelConfig(name=name, embedding_dim=DIM, hidden=(8, 8)), tables, NUM_DENSE, device=device)
+    given = {"fields": ["C1", "history", "C4"], "sequences": {"history": HISTORY}} if name in OF_HISTORIES else {}
+    config = ModelConfig(name=name, embedding_dim=DIM, hidden=(8, 8))
+    return build_model(config, tables, NUM_DENSE, device=device, **given)
 
 
 def shard(model: nn.Module) -> DistributedModelParallel:
@@ -83,7 +88,7 @@ def pair(name: str) -> tuple[Training, DistributedModelParallel]:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("name", MODELS)
 def test_sharded_equals_unsharded_also_in_a_pipeline(name: str) -> None:
     """Additions after the lookup are the same, except for the matrix library's order; L2 finds the same kernels.
 
