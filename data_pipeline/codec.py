@@ -6,7 +6,7 @@ A sample has the raw columns of the data set's layout, by name:
   or its text joined by the layout's separator; weighted: a list of {"id": ..., "weight": ...}, or its joined text. Null
   is missing.
 * the label, 0 or 1, and the time under the layout's name for it (default "time"), Unix seconds or ISO 8601 text: for
-  training only.
+  training only, except that a field of ages needs the time.
 * `sample_id`, a string or an integer that identifies repeated samples; optional.
 
 Other columns are ignored. An integer id, 5 or 5.0, equals its decimal text. Samples of synthetic data sets have one
@@ -142,7 +142,7 @@ class SampleCodec:
         schema: schema of encoded samples.
         columns: names of the required raw columns; a missing value is null.
         source_columns: raw column of each source of the encoded fields.
-        together: raw columns that a request must have in one place: of a sequence, and of another one along it.
+        together: raw columns that a request must have in one place: of a sequence and one along it, of ages and time.
     """
 
     def __init__(self, schema: Schema, layout: Layout, encoder: Encoder) -> None:
@@ -151,12 +151,16 @@ class SampleCodec:
         self.source_columns = {field.name: field.column for field in layout.fields}
         along = [field for field in layout.fields if field.along]
         self.together = [{field.column, self.source_columns[field.along]} for field in along]
+        self.together += [{field.column, self._time} for field in layout.ages]
         types = {field.column: ColumnType.of(field) for field in layout.fields}
+        time = ColumnType("time" if layout.time_format == "timestamp" else "id")
+        if layout.ages:
+            types.setdefault(self._time, time)
         self.columns, self._features = tuple(types), dict(types)
-        synthetic = any(field.encoding == "synthetic" for field in schema.sparse)
-        self._request_encoder = None if synthetic else _RequestEncoder(schema, self._features, layout, encoder)
+        in_columns = layout.ages or any(field.encoding == "synthetic" for field in schema.sparse)
+        self._request_encoder = None if in_columns else _RequestEncoder(schema, self._features, layout, encoder)
         types.setdefault(SAMPLE_ID, ColumnType("id"))
-        types.setdefault(self._time, ColumnType("time" if layout.time_format == "timestamp" else "id"))
+        types.setdefault(self._time, time)
         for label in layout.labels:
             types.setdefault(label.column, ColumnType("label"))
         self._types = types
@@ -229,7 +233,7 @@ class SampleCodec:
 
         Args:
             samples: samples as columns.
-            training: requires labels and times; otherwise both are ignored and labels are NaN.
+            training: requires labels and times; otherwise both are ignored, but the times of ages, and labels are NaN.
 
         Raises:
             ValueError: no sample has some column, or a column has the wrong type.
@@ -237,16 +241,19 @@ class SampleCodec:
         require_columns(self.columns, samples.table.column_names)
         columns, count = SampleColumns(samples.table, null_items="wrong"), samples.table.num_rows
         label, time = np.full(count, np.nan, np.float32), np.zeros(count, np.int64)
+        since: np.ndarray | None = None
         raw_label = self._layout.labels[0]
         if training:
             self.require_trainable()
             require_columns([raw_label.column, self._time], samples.table.column_names)
             label = columns.labels(raw_label, required=True)
-            time = columns.times(self._time, self._layout.time_format)
+            time = since = columns.times(self._time, self._layout.time_format)
+        elif self._layout.ages:
+            since = columns.known_times(self._time, self._layout.time_format)
         has_ids = SAMPLE_ID in samples.table.column_names
         sample_ids = columns.texts(SAMPLE_ID) if has_ids else pa.nulls(count, pa.string()).fill_null("")
         rows = {field.name: field.num_embeddings for field in self.schema.sparse if field.encoding == "synthetic"}
-        numbers, ids, weights = columns.of_fields(self._layout.fields, rows)
+        numbers, ids, weights = columns.of_fields(self._layout.fields, rows, since)
         parsed = Parsed(samples.index, {LABEL: label}, None, numbers, ids, weights, [])
         wanted = arrow_schema(_features(self.schema))
         table = self._encoder.encode(parsed).select(wanted.names).cast(wanted)

@@ -125,19 +125,20 @@ class SampleColumns:
 
     def times(self, name: str, time_format: str) -> np.ndarray:
         """Returns int64 [R], Unix seconds; a missing time is a problem."""
+        values, wrong = self._times(name, time_format)
+        self._fail(wrong, name, self._columns[name], TIME_RULES[time_format])
+        return values
+
+    def known_times(self, name: str, time_format: str) -> np.ndarray:
+        """Returns float64 [R], Unix seconds; NaN where missing or wrong."""
+        values, wrong = self._times(name, time_format)
+        return np.where(wrong, np.nan, values)
+
+    def _times(self, name: str, time_format: str) -> tuple[np.ndarray, np.ndarray]:
         column = self._columns[name]
         if time_format == "timestamp" and not is_text(column.type):
-            if pa.types.is_timestamp(column.type):  # nanoseconds have more digits than float64
-                column = pc.floor_temporal(column.cast(pa.timestamp(column.type.unit)), unit="second")
-                column = column.cast(pa.timestamp("s"))
-            seconds = as_floats(column)
-            if seconds is None or pa.types.is_boolean(column.type):
-                raise _wrong_type(name, column.type, "times")
-            values, wrong = bounded_seconds(seconds[0])
-        else:
-            values, wrong = as_times(self.texts(name), time_format)
-        self._fail(wrong, name, column, TIME_RULES[time_format])
-        return values
+            return _seconds(column, name)
+        return as_times(self.texts(name), time_format)
 
     def texts(self, name: str, null: Collection[str] = ()) -> pa.Array:
         """Returns strings [R], empty where missing; `null` lists further texts that mean a missing value."""
@@ -146,11 +147,12 @@ class SampleColumns:
         return without_markers(text.fill_null(""), null)
 
     def of_fields(
-        self, fields: Iterable[RawField], tables: Mapping[str, int] | None = None
+        self, fields: Iterable[RawField], tables: Mapping[str, int] | None = None, time: np.ndarray | None = None
     ) -> tuple[dict[str, np.ndarray], dict[str, pa.Array], dict[str, np.ndarray]]:
         """Returns the numbers, ids and weights of fields, by name, as `Parsed` has them.
 
-        `tables` are the embedding rows of fields whose ids are row numbers already; of them the ids are int32.
+        `tables` are the embedding rows of fields whose ids are row numbers already; of them the ids are int32. `time`
+        [R] are the samples' times, which ages need; NaN where unknown.
         """
         numbers: dict[str, np.ndarray] = {}
         ids: dict[str, pa.Array] = {}
@@ -163,7 +165,7 @@ class SampleColumns:
             elif field.kind == "categorical":
                 ids[field.name] = self.texts(field.column, field.null)
             else:
-                ids[field.name], of_pairs = self.lists(field)
+                ids[field.name], of_pairs = self.lists(field, time)
                 if of_pairs is not None:
                     weights[field.name] = of_pairs
         return numbers, ids, weights
@@ -175,7 +177,7 @@ class SampleColumns:
         self._fail((rows < 0) | (rows >= end) | (rows % 1 != 0), name, self._columns[name], f"must be in [0, {end})")
         return rows.astype(np.int32)
 
-    def lists(self, field: RawField) -> tuple[pa.Array, np.ndarray | None]:
+    def lists(self, field: RawField, time: np.ndarray | None = None) -> tuple[pa.Array, np.ndarray | None]:
         """Returns lists of strings [R] and, if weighted, the weights of all strings, float32.
 
         A missing or empty list is one missing value of weight 1, like empty text in a raw file. Of a sequence these
@@ -195,7 +197,11 @@ class SampleColumns:
         lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
         offsets, items = np.r_[0, np.cumsum(lengths, dtype=np.int64)], plain_array(column.flatten())
         items = without_nan(items, field.null)
-        if field.kind != "weighted":
+        if field.age:
+            assert time is not None, "a layout with ages has times"
+            ids, wrong = _ages(items, np.repeat(time, lengths), field)
+            weights, rule = None, f"its times and the sample's must be known; {TIME_RULES['timestamp']}"
+        elif field.kind != "weighted":
             ids, wrong = self._id_texts(items, name)
             weights, rule = None, "must be a list of strings or numbers"
         else:
@@ -283,6 +289,29 @@ class SampleColumns:
             sample = index if sample_of is None else int(sample_of[index])
             if sample not in self.problems:
                 self.problems[sample] = (name, f"{rule}, got {_quoted(values[index].as_py())}")
+
+
+def _seconds(values: pa.Array, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns int64, Unix seconds, and which are missing or wrong, of numbers or times."""
+    if pa.types.is_timestamp(values.type):  # nanoseconds have more digits than float64
+        values = pc.floor_temporal(values.cast(pa.timestamp(values.type.unit)), unit="second").cast(pa.timestamp("s"))
+    seconds = as_floats(values)
+    if seconds is None or pa.types.is_boolean(values.type):
+        raise _wrong_type(name, values.type, "times")
+    return bounded_seconds(seconds[0])
+
+
+def _ages(times: pa.Array, since: np.ndarray, field: RawField) -> tuple[pa.Array, np.ndarray]:
+    """Returns the bits of ages in seconds, strings, null or empty where the time is, and which are wrong."""
+    if is_text(times.type) or pa.types.is_null(times.type):
+        text = without_markers(times.cast(pa.string()).fill_null(""), field.null)
+        missing, (seconds, wrong) = mask(pc.equal(text, "")), as_times(text, "timestamp")
+    else:
+        missing, (seconds, wrong) = mask(times.is_null()), _seconds(times, field.column)
+    bits = np.frexp(np.maximum(since - seconds, 0.0))[1]
+    absent = pc.if_else(times.is_null(), pa.scalar(None, pa.string()), "")
+    ids = pc.if_else(pa.array(missing), absent, pa.array(bits).cast(pa.string()))
+    return ids, (wrong | np.isnan(since)) & ~missing
 
 
 def split_pairs(text: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray, np.ndarray]:

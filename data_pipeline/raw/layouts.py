@@ -112,6 +112,7 @@ class RawField:
         shares: for sequences, the categorical field whose ids these are: both have one vocabulary and one table.
         along: for sequences, the sequence whose ids it describes one by one, such as the categories of a history of
             items: both have as many ids, and one `max_length`.
+        age: for sequences of times; the ids are the bits of their ages in seconds at the sample's time, at least 0.
     """
 
     name: str
@@ -127,6 +128,7 @@ class RawField:
     max_length: int = 0
     shares: str = ""
     along: str = ""
+    age: bool = False
 
     def __post_init__(self) -> None:
         where = f"field {self.name!r}"
@@ -160,6 +162,8 @@ class RawField:
             )
         if self.along and not is_sequence:
             raise ValueError(f"{where}: along is for the kind sequence only, got {self.along!r} ({self.kind})")
+        if self.age and (not is_sequence or self.shares):
+            raise ValueError(f"{where}: age is for the kind sequence, and such a field shares none")
         if self.shares and (not is_sequence or self.min_count or self.max_ids):
             raise ValueError(
                 f"{where}: shares is for the kind sequence, and min_count and max_ids are then those of {self.shares!r}"
@@ -222,6 +226,8 @@ class Layout:
         ids = [field.name for field in self.fields if field.kind == "categorical"]
         lengths = {field.name: field.max_length for field in self.fields if not field.along}
         for field in self.fields:
+            if field.age and not self.time:
+                raise ValueError(f"field {field.name!r}: age needs the sample's time; name its column as `time`")
             if field.along and lengths.get(field.along) != field.max_length:
                 raise ValueError(
                     f"field {field.name!r}: along must be a sequence of the same max_length = {field.max_length} that"
@@ -264,6 +270,11 @@ class Layout:
     def has_weights(self) -> bool:
         """True if the files have sample weights."""
         return bool(self.weight) and self.weight not in self.absent
+
+    @property
+    def ages(self) -> tuple[RawField, ...]:
+        """The fields of ages, whose samples need a time for predictions too."""
+        return tuple(field for field in self.fields if field.age)
 
     @property
     def _label_columns(self) -> list[str]:
@@ -363,7 +374,7 @@ AVAZU = Layout(
 
 
 _FIELD_TYPES = {
-    each.name: {"null": tuple, "min_count": int, "max_ids": int, "max_length": int}.get(each.name, str)
+    each.name: {"null": tuple, "min_count": int, "max_ids": int, "max_length": int, "age": bool}.get(each.name, str)
     for each in dataclasses.fields(RawField)
 }
 """Types of the keys of a field in TOML; a tuple stands for a list of strings or numbers."""
@@ -403,6 +414,7 @@ def load_schema_file(path: str | os.PathLike[str]) -> Layout:
         max_length = 50                  # sequence, which needs it: the last ids, of which so many are kept
         shares = "item"                  # sequence: the categorical field whose ids these are
         along = "history"                # sequence: the one whose ids it describes one by one, and as many
+        age = true                       # sequence of times: the ids are their ages at the sample's time
 
     An empty value is a missing one. Of several labels, a missing one is unknown; a sample without its only label is a
     bad row. A time is Unix seconds (rounded down) or ISO 8601 text ("2014-10-21T07:00:00Z", or

@@ -47,18 +47,33 @@ along = "history"
 """The longest histories are longer than is kept; the same lists are pooled too, in a table of their own."""
 
 
+AGES = """
+[[fields]]
+name = "ages"
+column = "times"
+kind = "sequence"
+max_length = 4
+along = "history"
+age = true
+"""
+
+
 def category(item: str) -> str:
     """That of an item: its number's last digit."""
     return f"category {item[-1:]}" if item else ""
 
 
 def with_categories(table: pa.Table) -> pa.Table:
-    """Samples with the categories of items, and of what is in the histories, and the lengths of these ids."""
+    """Samples with the categories of items and histories, and with the times and lengths of the ids in these."""
     histories = table["history"].to_pylist()
     columns = {
         "category": [category(each) for each in table["item"].to_pylist()],
         "categories": [[category(each) for each in history] for history in histories],
         "lengths": [[len(each) for each in history] for history in histories],
+        "times": [
+            [when - 7**back for back in range(len(history), 0, -1)]
+            for when, history in zip(table["time"].to_pylist(), histories, strict=True)
+        ],
     }
     for name, values in columns.items():
         table = table.append_column(name, pa.array(values))
@@ -91,12 +106,12 @@ zeta = 1e-4
 """
 
 
-def make_histories(folder: Path, *, raw_ids: bool = False) -> Schema:
-    """Makes ``run.toml``, ``raw.parquet``, ``columns.toml`` and ``data`` in a folder."""
+def make_histories(folder: Path, histories: HistoryConfig = HISTORIES, *, raw_ids: bool = False) -> Schema:
+    """Makes ``run.toml``, ``raw.parquet``, ``columns.toml`` and ``data``, with raw ids with ages, in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(RUN)
-    (folder / "columns.toml").write_text(COLUMNS)
-    (table,) = history_tables(HISTORIES, 0, HISTORIES.rows)
+    (folder / "columns.toml").write_text(COLUMNS + AGES * raw_ids)
+    (table,) = history_tables(histories, 0, histories.rows)
     pq.write_table(with_categories(table), folder / "raw.parquet")
     config = PrepareConfig(split="order", test_rows=101, raw_ids=raw_ids, dense="none")
     return prepare("tabular", [folder / "raw.parquet"], folder / "data", config, schema_file=folder / "columns.toml")

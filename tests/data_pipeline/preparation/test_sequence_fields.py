@@ -1,5 +1,8 @@
 """Sequence fields: the last ids in order, one vocabulary with the field they share, and what is refused."""
 
+from datetime import UTC, datetime
+
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -7,6 +10,7 @@ import torch
 
 from cowrec.data_pipeline import PrepareConfig, Reader, SampleCodec, prepare
 from cowrec.data_pipeline.dataset.schema import MISSING
+from cowrec.data_pipeline.hashing import string_hashes
 from raw_cases import prepare_text, read_split
 
 SCHEMA = """
@@ -19,6 +23,10 @@ fields = [
 ]
 """
 ALONG = '    {name = "tags", kind = "sequence", separator = "|", max_length = 3, along = "history"},'
+AGES = """
+    {name = "history", kind = "sequence", separator = "|", max_length = 3},
+    {name = "ages", column = "when", kind = "sequence", separator = "|", max_length = 3, along = "history", age = true},
+]"""
 TEXT = "click,item,history,words\n1,a,b|c|a|b,x y z\n0,b,,z\n0,,b||c,\n1,a,c|c,x x\n"
 C, A, B = 2, 3, 4
 """Rows by decreasing count over items and the histories that are kept."""
@@ -98,6 +106,35 @@ def test_sequences_along_another_have_as_many_ids(tmp_path):
     for name, bags in codec.encode_request(good)[0].bags.items():
         assert torch.equal(bags.values, block.bags[name].values)
         assert torch.equal(bags.offsets, block.bags[name].offsets)
+
+
+def test_ages_are_the_bits_of_seconds_before_the_sample(tmp_path):
+    """As text, numbers and times; of the last times, without those that are missing; requests need the time too."""
+    schema = 'delimiter = ","\nlabel = "click"\ntime = "at"\nfields = [' + AGES
+    start = 1_700_000_000
+    rows = [("a|b|c|d", [9, 8, 0, -5]), ("a|b|c", [3, None, 1]), ("", []), ("a", [1 << 20]), ("a", [5])]
+    times = [[None if age is None else start - age for age in ages] for _, ages in rows]
+    texts = ["|".join("" if each is None else str(each) for each in one) for one in times]
+    texts[3] = datetime.fromtimestamp(times[3][0], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    lines = [f"{k % 2},{start},{rows[k][0]},{text}" for k, text in enumerate(texts)]
+    lines += [f"1,{start},a,yesterday"]
+    config = PrepareConfig(test_fraction=0.0, hash_buckets=1 << 20, dense="none", on_bad_row="skip", max_bad_rows=1)
+    found = prepare_text(tmp_path, schema, "\n".join(["click,at,history,when", *lines, ""]), config=config)
+    assert sum(found.bad_rows.values()) == 1
+    ages = read_split(tmp_path / "out", "train")["ages"]
+    row = [int(each) for each in 2 + string_hashes(pa.array([*map(str, range(25))])) % np.uint64(1 << 20)]
+    assert ages == [[row[4], row[0], row[0]], [row[2], MISSING, row[1]], [], [row[21]], [row[3]]]
+    codec = SampleCodec.load(tmp_path / "out")
+    samples = [
+        {"history": history.split("|"), "when": when, "at": start}
+        for (history, _), when in zip(rows, [*texts[:2], *times[2:]], strict=True)
+    ]
+    block, bad = codec.encode_request(samples)
+    assert not bad
+    assert block.bags["ages"].values.tolist() == [each for one in ages for each in one]
+    block, bad = codec.encode_request([samples[0] | {"at": None}, samples[2] | {"at": None}])
+    assert [each.index for each in bad] == [0]
+    assert "its times and the sample's must be known" in bad[0].reason
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cowrec.data_pipeline.synthetic.histories import HistoryConfig, history_tables, synthesize_histories
+from cowrec.data_pipeline.synthetic.histories import HistoryConfig, history_tables
+from history_cases import make_histories, with_categories
 from online_cases import CONFIG, assert_readers_equal_an_export, online_case, write_stream
 from run_comparison import assert_close, state_of
 from trainer_cases import outcomes_in_processes
@@ -18,9 +19,11 @@ SETTINGS += ["id_table.expire_after=''", "id_table.capacity=100"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("online_histories")
-    synthesize_histories(folder / "data", HISTORIES, test_rows=50)
+    make_histories(folder, HISTORIES, raw_ids=True)
     (folder / "run.toml").write_text(CONFIG.replace("embedding_dims = { C1 = 9, C3 = 9 }", ""))
-    write_stream(folder / "incoming", list(history_tables(HISTORIES, 0, 1003, chunk_rows=200)))
+    write_stream(
+        folder / "incoming", [with_categories(each) for each in history_tables(HISTORIES, 0, 1003, chunk_rows=200)]
+    )
     return folder
 
 

@@ -69,8 +69,9 @@ def drawn_samples(count: int) -> list[dict[str, Any]]:
         history = rng.choice((history, history or None)) if number % 9 else [""]
         item, several = rng.choice([*ids, None]), [] if history in (None, [""]) else history
         along = {"categories": [category(each) for each in several], "lengths": [str(len(each)) for each in several]}
+        along["times"] = [str(number - rng.randrange(-3, 3000)) for _ in several]
         along = along if several else {name: rng.choice((history, None, [])) for name in along}
-        samples.append({"item": item, "history": history, "category": category(item or ""), **along})
+        samples.append({"item": item, "history": history, "category": category(item or ""), **along, "time": number})
     return samples
 
 
@@ -78,9 +79,9 @@ def drawn_samples(count: int) -> list[dict[str, Any]]:
 def test_predict_and_serve_agree_on_drawn_samples(folder: Path, tmp_path: Path, name: str) -> None:
     """For one sample, for many, and with fields that samples share; float32 sums in another order."""
     samples, run_dir = drawn_samples(120), folder / name / "run"
-    rows = [{**each, "label": number % 2, "time": number} for number, each in enumerate(samples)]
+    rows = [{**each, "label": number % 2} for number, each in enumerate(samples)]
     kinds = {"history": pa.list_(pa.string()), "item": pa.string(), "label": pa.int8(), "time": pa.int64()}
-    kinds |= {"category": pa.string(), "categories": kinds["history"], "lengths": kinds["history"]}
+    kinds |= {"category": pa.string(), **dict.fromkeys(("categories", "lengths", "times"), kinds["history"])}
     columns = {column: pa.array([each[column] for each in rows], kind) for column, kind in kinds.items()}
     pq.write_table(pa.table(columns), tmp_path / "new.parquet")
     prepare("tabular", [tmp_path / "new.parquet"], tmp_path / "new", like=run_dir)
@@ -92,7 +93,7 @@ def test_predict_and_serve_agree_on_drawn_samples(folder: Path, tmp_path: Path, 
         block, problems = codec.encode_request([sample])
         assert not problems
         np.testing.assert_allclose(model.predict(block), wanted, atol=1e-6)
-    shared = {name: samples[1][name] for name in ("history", "categories", "lengths")}
+    shared = {name: samples[1][name] for name in ("history", "categories", "lengths", "times", "time")}
     own = [{name: each[name] for name in ("item", "category")} for each in samples]
     block, problems = encode_samples(codec, [RequestSample(each, shared) for each in own])
     apart, _ = codec.encode_request([{**each, **shared} for each in samples])
@@ -101,13 +102,15 @@ def test_predict_and_serve_agree_on_drawn_samples(folder: Path, tmp_path: Path, 
 
 
 def test_a_history_and_what_goes_along_are_shared_by_samples_together(folder: Path) -> None:
-    codec, sample = SampleCodec.load(folder / "own" / "export"), {"item": "item_1", "category": "category 1"}
-    both = {name: ["item_2"] for name in ("history", "categories", "lengths")}
+    codec, sample = SampleCodec.load(folder / "ids" / "export"), {"item": "item_1", "category": "category 1"}
+    both = {"history": ["item_2"], "categories": ["category 2"], "lengths": ["6"], "times": [5], "time": 7}
     for name in both:
         own = {key: value for key, value in both.items() if key != name}
         block, problems = encode_samples(codec, [RequestSample(sample | own, {name: both[name]})])
         assert block is None
-        assert re.match("shared: (categories|lengths|history) and .* share both or none", problems[0])
+        assert re.match(r"shared: \w+ and \w+ go along with each other; share both or none", problems[0])
+    block, problems = encode_samples(codec, [RequestSample(sample, both)])
+    assert not any(problems)
 
 
 def test_item_and_history_are_one_table(folder: Path) -> None:
@@ -115,8 +118,9 @@ def test_item_and_history_are_one_table(folder: Path) -> None:
     config, schema = load_config(folder / "raw" / "run.toml", IDS), Schema.load(folder / "raw" / "data")
     plan = RunPlan.of(config, schema, Process(0, 1, 1, False, torch.device("cpu")))
     features = {bag.name: bag.feature_names for bag in plan.bags}
-    history, categories, lengths = ([f"{name}[{k}]" for k in range(4)] for name in ("history", "categories", "lengths"))
-    own = {"seen": ["seen"], "category": ["category", *categories], "lengths": lengths}
+    names = ("history", "categories", "lengths", "ages")
+    history, categories, lengths, ages = ([f"{name}[{k}]" for k in range(4)] for name in names)
+    own = {"seen": ["seen"], "category": ["category", *categories], "lengths": lengths, "ages": ages}
     assert features == {"item": ["item", *history], **own}
     tables = Manifest.load(folder / "ids" / "export").tables
     assert tables["item"].features == ("item",)
