@@ -119,7 +119,7 @@ def test_skipped_rows_have_no_prediction(tmp_path: Path) -> None:
 
 def test_a_data_frame_is_its_parquet_file(tmp_path: Path) -> None:
     """Integer names, an index of names, and an index of two levels."""
-    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pandas")
     frame = clicks().to_pandas().rename(columns={"3": 3})
     config = RunConfig(prepare=PrepareConfig(seed=1))
     for name, case in (("plain", frame), ("user", frame.set_index("user")), ("both", frame.set_index(["user", "row"]))):
@@ -128,4 +128,3 @@ def test_a_data_frame_is_its_parquet_file(tmp_path: Path) -> None:
         other = fit(pq.read_table(tmp_path / "file.parquet"), label="clicked", config=config, run_dir=tmp_path / "file")
         assert_same(one.run_dir, other.run_dir)
         other.run_dir.rename(tmp_path / f"{name}_file")
-    assert pandas.DataFrame(frame).index.equals(frame.index)
