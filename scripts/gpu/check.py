@@ -193,6 +193,8 @@ def run_command(command: Sequence[str], timeout: float, variables: Mapping[str, 
     After the timeout, or Ctrl-C, its processes get SIGINT, with which tests write their report, and then SIGKILL.
     """
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(variables)
+    # A shell starts what is in the background with SIGINT ignored, and children would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
