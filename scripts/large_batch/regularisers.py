@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from cowrec.data_pipeline import Schema
 from cowrec.sparse_opt import Hyperparameters, scale_hyperparameters
+from cowrec.trainer.runs.provenance import environment
 
 DIM, EVALUATED = 10, 16384
 
@@ -116,7 +117,7 @@ def main() -> None:
             if any(line.items() >= key.items() for line in done):
                 continue
             epochs = train(METHODS[name], config, arguments.scale, arguments.epochs, seed, train_split, test_split)
-            line = {**key, **dataclasses.asdict(METHODS[name]), "torch": torch.__version__, "epochs": epochs}
+            line = {**key, **dataclasses.asdict(METHODS[name]), **environment(torch.device("cpu")), "epochs": epochs}
             with arguments.output.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(name, seed, [f"{100 * each['auc']:.2f}" for each in epochs], flush=True)
