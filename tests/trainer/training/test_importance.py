@@ -1,5 +1,6 @@
 """Importance of fields: the change of the measures on data that are permuted on disk, for every kind of field."""
 
+import json
 import re
 import shutil
 from math import nan
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from commands.command_line import exit_code
 from cowrec.data_pipeline import PrepareConfig, prepare
 from cowrec.data_pipeline.dataset.schema import WEIGHT_SUFFIX
 from cowrec.trainer.reports.text_table import quality_tables
@@ -41,9 +43,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def test_importance_is_that_of_columns_permuted_on_disk(folder: Path) -> None:
+def test_importance_is_that_of_columns_permuted_on_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exactly: the same predictions are measured."""
     found = evaluate_run(folder / "run", folder / "data", importance=True)
+    assert exit_code(monkeypatch, "evaluate", folder / "run", "--data", folder / "data", "--importance") == 0
+    assert json.loads(capsys.readouterr().out)["importance"] == found["importance"]
     shard = folder / "data" / "test" / "00000.parquet"
     table = pq.read_table(shard)
     known = np.flatnonzero(~np.isnan(table["label"].to_numpy()))
