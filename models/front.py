@@ -4,7 +4,7 @@ Sizes: B samples, F fields, D embedding width, d width of a field's own, P store
 positions of a sequence, K keys: those of all fields, of which a sequence has L and others one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
@@ -113,9 +113,11 @@ class EmbeddingFront(nn.Module):
 
         if not tables:
             raise ValueError("a model needs at least one sparse field, got none")
-        dims = dict(embedding_dims or {})
+        dims, self.sequences = dict(embedding_dims or {}), dict(sequences or {})
+        _require_one_width(self.sequences, lambda field: dims.get(field, embedding_dim))
+        fields_of = {key: name for name, sequence in self.sequences.items() for key in sequence.keys}
         for table in tables:
-            for field in table.feature_names:
+            for field in (fields_of.get(feature, feature) for feature in table.feature_names):
                 width, key = dims.get(field, embedding_dim), f"embedding_dim{f's.{field}' if field in dims else ''}"
                 if table.embedding_dim != physical_dim(width):
                     raise ValueError(
@@ -129,7 +131,6 @@ class EmbeddingFront(nn.Module):
                 )
         # By name below: the order of the looked-up columns depends on the sharding plan.
         self.fields = list(fields or (field for table in tables for field in table.feature_names))
-        self.sequences = dict(sequences or {})
         self.embedding_dim = embedding_dim
         self.num_dense = num_dense
         self.width = len(self.fields) * embedding_dim + num_dense
@@ -201,19 +202,15 @@ class _Layout(nn.Module):
         sequences: Mapping[str, SequenceField],
     ) -> None:
         super().__init__()
-        for name, sequence in sequences.items():
-            for field, width in zip(fields, widths, strict=True):
-                if field in (name, sequence.shares) and width != embedding_dim:
-                    raise ValueError(
-                        f"model.embedding_dims.{field} = {width}, but the sequence {name!r} and the field it shares"
-                        f" have the width embedding_dim = {embedding_dim}; leave it out"
-                    )
+        _require_one_width(sequences, dict(zip(fields, widths, strict=True)).__getitem__)
         self._embedding_dim = embedding_dim
         keys = [sequences[field].keys if field in sequences else (field,) for field in fields]
         self.keys = [key for each in keys for key in each]
         self._sizes = [len(each) for each in keys]
         self._sequences = {field: number for number, field in enumerate(fields) if field in sequences}
-        of_keys = [width for width, size in zip(widths, self._sizes, strict=True) for _ in range(size)]
+        owners = [(sequences[field].shares if field in sequences else "") or field for field in fields]
+        of_fields = zip(owners, widths, self._sizes, strict=True)
+        of_keys = [(owner, width) for owner, width, size in of_fields for _ in range(size)]
         is_mixed = any(width != embedding_dim for width in widths)
         self.projections = Projections(of_keys, embedding_dim) if is_mixed else None
 
@@ -251,44 +248,61 @@ class _Layout(nn.Module):
         return torch.stack(rows, dim=1) if self.projections is None else self.projections(rows)
 
 
+def _require_one_width(sequences: Mapping[str, SequenceField], width: Callable[[str], int]) -> None:
+    """Raises ValueError for a sequence of another width than the field whose table it shares."""
+    for name, sequence in sequences.items():
+        if sequence.shares and width(name) != width(sequence.shares):
+            raise ValueError(
+                f"the sequence {name!r} shares the table of {sequence.shares!r}, but their embeddings are"
+                f" {width(name)} and {width(sequence.shares)} wide; give both one width in model.embedding_dims"
+            )
+
+
 class Projections(nn.Module):
     """A linear map without bias from d to D for each field whose d is not D; other embeddings stay as they are.
+
+    The keys of a sequence have one map, that of the field whose table it shares if there is one.
 
     Source: Mixed Dimension Embeddings (arXiv 1909.11810), with one block for each field.
 
     Args:
-        widths: d of each field.
+        keys: of each, the field whose map it has, and d.
         embedding_dim: D.
 
     Attributes:
-        kernels: float [fields, d, D] by d, for the fields of this width, in their order.
+        kernels: float [fields, d, D] by d, for the fields of this width that have a map, in the order of their keys.
     """
 
     order: Tensor
 
-    def __init__(self, widths: Sequence[int], embedding_dim: int) -> None:
+    def __init__(self, keys: Sequence[tuple[str, int]], embedding_dim: int) -> None:
         super().__init__()
         self._embedding_dim = embedding_dim
-        self._fields = {d: [f for f, width in enumerate(widths) if width == d] for d in dict.fromkeys(widths)}
-        self.kernels = nn.ParameterDict(
-            {
-                str(d): nn.Parameter(torch.stack([glorot_normal(d, embedding_dim).detach() for _ in fields]))
-                for d, fields in self._fields.items()
-                if d != embedding_dim
-            }
-        )
-        grouped = torch.tensor([field for fields in self._fields.values() for field in fields])
+        widths = dict.fromkeys(width for _, width in keys)
+        self._keys = {d: [number for number, (_, width) in enumerate(keys) if width == d] for d in widths}
+        self.kernels = nn.ParameterDict()
+        for d, numbers in self._keys.items():
+            if d != embedding_dim:
+                owners = [keys[number][0] for number in numbers]
+                fields = [*dict.fromkeys(owners)]
+                self.kernels[str(d)] = torch.stack([glorot_normal(d, embedding_dim).detach() for _ in fields])
+                kernel_of = torch.tensor([fields.index(owner) for owner in owners])
+                self.register_buffer(
+                    f"_kernel_of_{d}", kernel_of if len(fields) < len(owners) else None, persistent=False
+                )
+        grouped = torch.tensor([number for numbers in self._keys.values() for number in numbers])
         self.register_buffer("order", grouped.argsort(), persistent=False)
 
     def forward(self, rows: Sequence[Tensor]) -> Tensor:
-        """[B, F, D + 1], embeddings and wide weights, of each field's rows [B, d + 1 or more], likewise."""
+        """[B, K, D + 1], embeddings and wide weights, of each key's rows [B, d + 1 or more], likewise."""
         groups = []
-        for d, fields in self._fields.items():
-            group = torch.stack([rows[field] for field in fields], dim=1)
+        for d, numbers in self._keys.items():
+            group = torch.stack([rows[number] for number in numbers], dim=1)
             if d == self._embedding_dim:
                 groups.append(group[:, :, : d + 1])
                 continue
-            kernel = cast(Tensor, self.kernels[str(d)])
+            kernel, kernel_of = cast(Tensor, self.kernels[str(d)]), getattr(self, f"_kernel_of_{d}")
+            kernel = kernel if kernel_of is None else kernel[kernel_of]
             embeddings = torch.einsum("bfi,fij->bfj", group[:, :, :d], kernel).to(group.dtype)
             groups.append(torch.cat([embeddings, group[:, :, d : d + 1]], dim=2))
         return torch.cat(groups, dim=1).index_select(1, self.order)

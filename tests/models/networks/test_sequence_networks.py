@@ -41,12 +41,12 @@ IDS |= {"item": [[each] for each in ITEM], "city": [[each] for each in CITY]}
 TABLES = {"history": "table", "item": "table", "cities": "city"}
 
 
-def config(name: str) -> ModelConfig:
-    return ModelConfig(name=name, embedding_dim=DIM, hidden=(6, 5), options=OPTIONS.get(name, {}))
+def config(name: str, **dims: int) -> ModelConfig:
+    return ModelConfig(name=name, embedding_dim=DIM, hidden=(6, 5), options=OPTIONS.get(name, {}), embedding_dims=dims)
 
 
-def model_of(name: str, *, along: bool = False) -> nn.Module:
-    """A network with random parameters."""
+def model_of(name: str, *, along: bool = False, **dims: int) -> nn.Module:
+    """A network with random parameters; `dims` are the widths of fields with others than D."""
     torch.manual_seed(1)
     sequences = SEQUENCES | ALONG if along else SEQUENCES
     names = [("table", ITEMS, ["item", *SEQUENCES["history"].keys])]
@@ -54,11 +54,16 @@ def model_of(name: str, *, along: bool = False) -> nn.Module:
     names.append(("tags", 3, list(SEQUENCES["tags"].keys)))
     names += [("marks", 3, list(ALONG["marks"].keys))] * along
     tables = [
-        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=physical_dim(DIM), feature_names=keys)
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=physical_dim(dims.get(keys[0].partition("[")[0], DIM)),
+            feature_names=keys,
+        )
         for name, rows, keys in names
     ]
     fields = list(dict.fromkeys([*FIELDS, *sequences]))
-    model = build_model(config(name), tables, 1, fields=fields, sequences=sequences)
+    model = build_model(config(name, **dims), tables, 1, fields=fields, sequences=sequences)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
@@ -88,7 +93,10 @@ def mlp(layers: nn.Module, x: Tensor) -> Tensor:
 
 def embeddings(model: nn.Module, field: str, sample: int) -> Tensor:
     """Of all ids of a field, [n, D]."""
-    return rows_of(model, TABLES.get(field, field), IDS[field][sample])[:, :DIM]
+    rows, table = rows_of(model, TABLES.get(field, field), IDS[field][sample]), TABLES.get(field, field)
+    own = dict(model.named_parameters()).get("front.layout.projections.kernels.7")
+    number = {"table": 0, "marks": 1}.get(table)
+    return rows[:, :DIM] if own is None or number is None else rows[:, :7] @ own[number]
 
 
 def parts_of(model: nn.Module, sample: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -173,11 +181,14 @@ def hstu(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
 FORMULAS = {"din": din, "bst": bst, "hstu": hstu}
 
 
-@pytest.mark.parametrize("along", [False, True])
+WIDE = {"item": 7, "history": 7}
+
+
+@pytest.mark.parametrize(("along", "dims"), [(False, {}), (True, {}), (False, WIDE), (True, WIDE | {"marks": 7})])
 @pytest.mark.parametrize("name", OF_HISTORIES)
-def test_logits_and_gradients_follow_the_paper(name: str, along: bool) -> None:
+def test_logits_and_gradients_follow_the_paper(name: str, along: bool, dims: dict[str, int]) -> None:
     """Histories of 3, 0, 1 and 4 items, of which some repeat and one is the scored one."""
-    model = model_of(name, along=along)
+    model = model_of(name, along=along, **dims)
     dense, sparse = batch(model)
     logits = model(dense, sparse)
     expected = torch.stack([FORMULAS[name](model, sample, dense[sample]) for sample in range(len(ITEM))])
@@ -228,5 +239,7 @@ def test_what_histories_need_is_said() -> None:
     with pytest.raises(ValueError, match="heads = 3 must divide"):
         build_network(ModelConfig("bst", DIM, options={"heads": 3}), FIELDS, 1, sequences=SEQUENCES)
     own = ModelConfig(name="deepfm", embedding_dim=DIM, embedding_dims={"item": 7})
-    with pytest.raises(ValueError, match=r"model.embedding_dims.item = 7, but the sequence 'history'"):
+    with pytest.raises(ValueError, match=r"'history' shares the table of 'item', .* are 4 and 7 wide; give both"):
         build_network(own, FIELDS, 1, sequences=SEQUENCES)
+    with pytest.raises(ValueError, match=r"'history' shares the table of 'item', .* are 7 and 4 wide; give both"):
+        model_of("deepfm", history=7)

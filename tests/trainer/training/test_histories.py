@@ -30,7 +30,7 @@ IDS = ["id_table.kind=collisionless", "id_table.capacity=100"]
 HASHED = ["id_table.kind=hash", "id_table.capacity=30"]
 OFTEN = ["checkpoint.every_steps=2", "checkpoint.keep_last=100"]
 SETTINGS: dict[str, tuple[str, list[str]]] = {
-    "vocabulary": ("vocabulary", OFTEN),
+    "vocabulary": ("vocabulary", [*OFTEN, *(f"model.embedding_dims.{name}=9" for name in ("item", "history"))]),
     "ids": ("raw", [*OFTEN, *IDS, "model.name=hstu"]),
     "hashed": ("raw", [*HASHED, "model.name=bst", "model.dropout=0.2", "optimizer.absent_rows=lazy"]),
     "own": ("vocabulary", ["model.name=my_attention:AttentionPooled"]),
