@@ -146,6 +146,12 @@ def test_ages_are_the_bits_of_seconds_before_the_sample(tmp_path):
         ('shares = "item"', 'shares = "item", min_count = 2', "min_count and max_ids are then those of 'item'"),
         ('shares = "item"', 'along = "words"', "along must be a sequence of the same max_length = 3 .* got 'words'"),
         ('null = ["none"]', 'along = "words"', "along is for the kind sequence only, got 'words' .categorical."),
+        ('shares = "item"', "age = true", "'history': age needs the sample's time; name its column as `time`"),
+        (
+            'shares = "item"',
+            'shares = "item", age = true',
+            "age is for the kind sequence, and such a field shares none",
+        ),
         ('shares = "item"', 'pooling = "mean"', "pooling is for the kinds multi and weighted"),
     ],
 )
