@@ -150,7 +150,7 @@ def test_ages_are_the_bits_of_seconds_before_the_sample(tmp_path):
         (
             'shares = "item"',
             'shares = "item", age = true',
-            "age is for the kind sequence, and such a field shares none",
+            "age is for the kind sequence, and such a field shares",
         ),
         ('shares = "item"', 'pooling = "mean"', "pooling is for the kinds multi and weighted"),
     ],
