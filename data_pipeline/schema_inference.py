@@ -46,7 +46,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     Raises:
         ValueError: the file cannot be read, has no such column, or no column looks like a label or a field.
     """
-    sample = read_sample(path)
+    sample = read_sample(path, label)
     if not sample.rows:
         raise ValueError(f"input file {os.fspath(path)} has no samples")
     guesses = {
@@ -202,12 +202,15 @@ class RawSample:
     types: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_sample(path: str | os.PathLike[str]) -> RawSample:
-    """Reads the first rows of a file. Raises ValueError if it cannot be read, or is text without columns."""
+def read_sample(path: str | os.PathLike[str], label: str = "") -> RawSample:
+    """Reads the first rows of a file; a first line with the label's name is a header.
+
+    Raises ValueError if the file cannot be read, or is text without columns.
+    """
     files = find_inputs([os.fspath(path)])
     source, types = look(files[0])
     if types is None:
-        return _text_sample(source.path)
+        return _text_sample(source.path, label)
     file = pq.ParquetFile(source.path) if source.format == "parquet" else ArrowFile(pa.memory_map(source.path))
     batch = next(file.iter_batches(SAMPLE_ROWS), pa.RecordBatch.from_pylist([], types)).slice(0, SAMPLE_ROWS)
     columns = [_texts(column) for column in batch.columns]
@@ -236,7 +239,7 @@ def _texts(column: pa.Array) -> list[str | None]:
         return [None] * len(column)
 
 
-def _text_sample(path: str) -> RawSample:
+def _text_sample(path: str, label: str) -> RawSample:
     with closing(RawText(path)) as text:
         data = text.read(SAMPLE_BYTES)
         complete = len(data) < SAMPLE_BYTES
@@ -262,7 +265,7 @@ def _text_sample(path: str) -> RawSample:
     wrong = min(len(lines), SAMPLE_ROWS + 1) - len(rows)
     if wrong:
         notes.append(f"{wrong} lines of the sample do not have {width} columns; `prepare` reports them as bad lines")
-    header, sure = _header(rows)
+    header, sure = (True, True) if label and label in rows[0] else _header(rows)
     if not sure:
         notes.append(f"the first line {'looks like a header' if header else 'looks like a sample'}, but check `header`")
     columns = rows[0] if header else tuple(f"column{number}" for number in range(1, width + 1))

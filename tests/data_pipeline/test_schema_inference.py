@@ -115,6 +115,10 @@ def test_files_without_header_label_or_delimiter(tmp_path):
     refused("no column 'c' for the label among a, b", infer_schema, raw, label="c")
     refused("column 'a' cannot be the label", infer_schema, raw, label="a")
     assert "threshold = 15.5  # unsure" in infer_schema(raw, label="b")
+    raw.write_text("click,#\n" + "".join(f"{('no', 'yes')[n % 2]},{'#b'[n % 2]}\n" for n in range(6)))
+    assert kinds(infer_schema(raw, label="click"), tmp_path)[0].header, "a line with the label's name is a header"
+    raw.write_text("".join(f"{('no', 'yes')[n % 2]},{('', 'a', 'b')[n % 3]}\n" for n in range(6)))
+    assert not kinds(infer_schema(raw), tmp_path)[0].header
     raw.write_text("word\nword\n")
     refused("no delimiter found", infer_schema, raw)
 

@@ -56,7 +56,7 @@ def test_the_remark_tells_drifts_apart() -> None:
         (remark(0.8, auc=0.65), "has 20% too few predicted clicks. AUC is 5.0 points lower there: what is clicked has"),
         (
             remark(1.25, whole=1.2),
-            "clicks. calibration of the whole split is 1.200: the click rate differs from that of",
+            "clicks. Calibration of the whole split is 1.200: the click rate differs from that of",
         ),
     ):
         assert expected in str(found)
