@@ -8,9 +8,6 @@ from typing import Any
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("without a deadline", deadline=None)  # no test depends on time
-hypothesis.settings.load_profile("without a deadline")
-
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS.parent))  # for the package scripts, which is not installed
 THIRD_TIER = {("scripts",), ("docs",), ("test_documents.py",), ("test_dockerfile.py",)}
@@ -36,8 +33,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="train N problems, drawn anew, in each of test_random_problems.py's tests (default: the same few)",
     )
     parser.addoption(
-        "--thorough", action="store_true", help="also run the third tier: hosts, scripts, documents, long grids"
+        "--thorough",
+        action="store_true",
+        help="also run the third tier (hosts, scripts, documents, long grids), and draw the cases of properties anew",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """No test has a deadline. The first two tiers draw the same cases each time, so that none fails by chance."""
+    hypothesis.settings.register_profile("cowrec", deadline=None, derandomize=not config.getoption("--thorough"))
+    hypothesis.settings.load_profile("cowrec")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
