@@ -1,6 +1,6 @@
 """Hosts of a test on one machine: network namespaces with addresses and names of their own, connected by a bridge.
 
-Needs root on Linux, with `ip` and `tc` of iproute2.
+Needs root on Linux, with `ip` of iproute2.
 """
 
 import itertools
@@ -18,7 +18,6 @@ import psutil
 import pytest
 
 _NUMBERS = itertools.count()
-_IMPAIRED_LINK = Path(__file__).with_name("impaired_link.py")
 
 
 class Hosts:
@@ -28,7 +27,6 @@ class Hosts:
         self.names = [f"host{number + 1}" for number in range(count)]
         self._id = f"c{os.getpid() % 100_000}{chr(97 + next(_NUMBERS) % 26)}"
         self._folder, self._started = folder, dict[str, subprocess.Popen[bytes]]()
-        self._links: list[subprocess.Popen[bytes]] = []
         folder.mkdir(parents=True, exist_ok=True)
         addresses = [self._address(name) for name in self.names]
         entries = "".join(f"{address} {name}\n" for address, name in zip(addresses, self.names, strict=True))
@@ -108,38 +106,11 @@ class Hosts:
     def unblock(self, name: str, other: str) -> None:
         _ip("-n", self._space(name), "neigh", "del", self._address(other), "dev", "eth0")
 
-    def limit(self, name: str, megabits: float) -> None:
-        """Limits what a host sends and receives, in megabits per second each."""
-        bucket = ["tbf", "rate", f"{megabits:g}mbit", "burst", "64kb", "latency", "200ms"]
-        for space, device in ((self._id, name), (self._space(name), "eth0")):
-            subprocess.run(["tc", "-n", space, "qdisc", "replace", "dev", device, "root", *bucket], check=True)
-
-    def impair(self, name: str, *, delay: float = 0.0, loss: float = 0.0) -> None:
-        """Delays what a host sends and receives, by seconds each, or loses a share of it.
-
-        A process carries its frames, since many kernels have no netem.
-        """
-        near, far = f"{name}-near", f"{name}-far"
-        self._in_switch("link", "add", near, "type", "veth", "peer", "name", far)
-        self._in_switch("link", "set", name, "nomaster")
-        self._in_switch("link", "set", far, "master", "bridge", "up")
-        self._in_switch("link", "set", near, "up")
-        relay = [sys.executable, str(_IMPAIRED_LINK), name, near, str(delay), str(loss)]
-        with self.log_file("links").open("ab") as log:
-            self._links.append(subprocess.Popen(["ip", "netns", "exec", self._id, *relay], stdout=log, stderr=log))
-
-    def received(self, name: str) -> int:
-        """Bytes that a host has received from the others."""
-        path = "/sys/class/net/eth0/statistics/rx_bytes"
-        return int(subprocess.check_output(["ip", "netns", "exec", self._space(name), "cat", path]))
-
     def close(self) -> None:
         for name in self.names:
             self.send(name, signal.SIGCONT)
             self.send(name, signal.SIGKILL)
-        for each in self._links:
-            each.kill()
-        for each in [*self._links, *self._started.values()]:
+        for each in self._started.values():
             each.wait()
         for space in [*map(self._space, self.names), self._id]:
             _ip("netns", "del", space)
@@ -158,7 +129,7 @@ def missing() -> str:
     """Why hosts cannot be made here; empty if they can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need root on Linux"
-    absent = [each for each in ("ip", "tc", "unshare") if not shutil.which(each)]
+    absent = [each for each in ("ip", "unshare") if not shutil.which(each)]
     if absent:
         return f"needs {', '.join(absent)} (iproute2, util-linux)"
     made = subprocess.run(["ip", "netns", "add", f"c{os.getpid()}"], check=False, capture_output=True, text=True)
