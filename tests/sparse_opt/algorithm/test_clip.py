@@ -70,20 +70,6 @@ def test_a_clipped_gradient_keeps_its_direction_and_its_limit(rows, r: float, ze
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6 * float(expected.norm()) + 1e-37)
 
 
-def test_a_zero_row_has_the_floor_as_its_limit_and_a_zero_gradient_stays_zero() -> None:
-    grads, counts = torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([2, 1])
-    for rule, floor in ((CowClip(1.0, 0.1), 0.1), (ReferenceCowClip(1.0, 0.1), 0.1 * 2**0.5)):
-        expected = torch.tensor([[0.6, 0.8], [0.0, 0.0]]) * 2 * floor
-        torch.testing.assert_close(clip_rows(grads, torch.zeros(2, 2), counts, rule), expected)
-
-
-def test_constant_limits_do_not_depend_on_weights_or_counts_and_no_rule_clips_nothing() -> None:
-    grads, weights, counts = torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.ones(2, 2), torch.tensor([9, 1])
-    clipped = clip_rows(grads, weights, counts, ConstantClip(1.0))
-    torch.testing.assert_close(clipped, torch.tensor([[0.6, 0.8], [0.3, 0.4]]))
-    assert torch.equal(clip_rows(grads, weights, counts, NoClip()), grads)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_measured_in_float32(dtype: torch.dtype) -> None:
     # 300^2 is beyond float16's largest number: the norm would be infinite and the gradient would vanish.
@@ -107,10 +93,6 @@ def test_non_finite_gradients_stay_non_finite() -> None:
         (lambda: CowClip(zeta=-1.0), "clip.zeta must be >= 0"),
         (lambda: ReferenceCowClip(r=float("nan")), "clip.r must be > 0"),
         (lambda: ConstantClip(float("inf")), "clip.max_norm must be > 0 and finite"),
-        (lambda: GlobalClip(0.0), "clip.max_norm must be > 0 and finite"),
-        (lambda: FieldClip(-1.0), "clip.max_norm must be > 0 and finite"),
-        (lambda: AdaptiveFieldClip(r=0.0), "clip.r must be > 0"),
-        (lambda: AdaptiveFieldClip(zeta=-1.0), "clip.zeta must be >= 0"),
         (
             lambda: clip_rows(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2), GlobalClip(1.0)),
             "clip.rule = 'global' bounds more than one row's norm; use clip_tables",

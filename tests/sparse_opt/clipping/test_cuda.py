@@ -10,10 +10,6 @@ import pytest
 import torch
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
-from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.clipping.table_rules import TableRules
-from cowrec.sparse_opt.kernels.layout import LookupBackward
-from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.trainer.sharded_model.build import set_product_precision
 from process_groups import process_group
 from random_problems.drawing import ADAM, Collection, Problem, Table, small_problem
@@ -92,21 +88,6 @@ def test_embedding_adam_equals_fbgemms_adam() -> None:
             train_step(case, model, step)
     for expected, got in zip(state_of(fused).values(), state_of(ours).values(), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_row_work_never_waits_for_the_device() -> None:
-    model = sharded_model(small_problem(weighted=True), CUDA)
-    clipped = ClippedLookup(find_lookups(model)[0][0], TableRules(CowClip(r=1.0, zeta=1e-3)), {})
-    features = len(clipped.lookup.feature_table)
-    ids = {"indices": torch.tensor([0, 1, 0, 2], device=CUDA), "offsets": torch.arange(5, device=CUDA)}
-    grad = torch.randn(4 // features, features * 8, device=CUDA)
-    backward = LookupBackward(clipped.bags.of(ids), None, grad)
-    clipped.rows.id_factors(backward)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        clipped.rows.id_factors(backward)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("absent_rows", ["replay", "lazy"])

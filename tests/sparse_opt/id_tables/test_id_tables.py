@@ -188,13 +188,6 @@ def test_a_wrong_batch_is_rejected(ids: np.ndarray, splits: np.ndarray, times: n
         table(10).assign(ids, splits, times)
 
 
-def test_times_are_in_every_batch_or_in_none() -> None:
-    tables = table(10)
-    tables.assign(*one(5))
-    with pytest.raises(ValueError, match="in every batch or in none"):
-        tables.assign(*one(5), np.array([3]))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
