@@ -13,15 +13,23 @@ EXAMPLES = 60
 """Without --fuzz, always the same ones."""
 FEW_IDS = Collection((Table(1000, 8, ("a",), plan="row_wise"),), max_ids=1)
 NO_ROW = Collection((Table(1, 8, ("a",), plan="row_wise"), Table(40, 8, ("b",), plan="row_wise")))
+OPPOSITE = Collection(
+    tuple(
+        Table(40, 8, (name,), pooling, "column_wise", ((first, 4), (second, 4)))
+        for name, pooling, first, second in (("a", "sum", 0, 0), ("b", "mean", 0, 1), ("c", "sum", 1, 1))
+    )
+)
 EDGES = {
     1: [],
     # Rank 1 has no id of its rows, which begin at 500, or no row of a table; under rules that need norms of all ranks.
+    # In the last the ranks would exchange the norms of sums and means in opposite orders.
     2: [
         Problem((FEW_IDS,), world=2, seed=1, pass_size=2, rule=("field", {"max_norm": 0.3})),
         Problem((FEW_IDS,), world=2, seed=1, pass_size=2, rule=("global", {"max_norm": 0.4})),
         Problem((NO_ROW,), world=2, rule=("field", {"max_norm": 0.3})),
         Problem((NO_ROW,), world=2, rule=("adaptive_field", {"r": 0.5, "zeta": 1e-3}), optimizer="dense", l2=3e-3),
         Problem((NO_ROW,), world=2, rule=("global", {"max_norm": 0.4}), optimizer="lazy"),
+        Problem((OPPOSITE,), world=2, rule=("cowclip", {"r": 1.0, "zeta": 1e-3})),
     ],
 }
 

@@ -1,11 +1,6 @@
-"""TorchRec's own models: a clip equals clip_rows under autograd.
-
-The models, their planner, their optimizers and their training loop are TorchRec's. The histories are wired as in its
-example "bert4rec", the table that is data-parallel as in "golden_training".
-"""
+"""TorchRec's own models, with its planner, optimizers and training loop: a clip equals clip_rows under autograd."""
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.test_utils import test_model as upstream
-from torchrec.models.dlrm import DLRM, DLRMTrain
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -72,28 +65,6 @@ def batch_of(seed: int) -> upstream.ModelInput:
     return upstream.ModelInput(dense, ids(FEATURES, False), ids({"w0": ["w"]}, True), label)
 
 
-def click_batch_of(seed: int) -> Batch:
-    batch = batch_of(seed)
-    return Batch(batch.float_features, batch.idlist_features, batch.label)
-
-
-class Histories(nn.Module):
-    """Sequences of item embeddings with their positions, encoded by attention."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.items = EmbeddingCollection(tables=configs(EmbeddingConfig)[:1], device=device)
-        self.positions = nn.Parameter(torch.randn(3, DIM))
-        self.encoder = nn.TransformerEncoderLayer(DIM, 2, 16, 0.0, batch_first=True)
-        self.out = nn.Linear(DIM, 1)
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        items = self.items(batch.sparse_features)["f0"]
-        padded = torch.ops.fbgemm.jagged_2d_to_dense(items.values(), items.offsets(), 3).view(-1, 3, DIM)
-        logits = self.out(self.encoder(padded + self.positions).mean(1)).squeeze(1)
-        return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels), logits
-
-
 def sparse_nn(device: torch.device, model: Callable[..., nn.Module] = upstream.TestSparseNN, **more: Any) -> nn.Module:
     tables = configs(pooling=PoolingType.MEAN) if model is upstream.TestSparseNN else configs()
     return model(
@@ -106,29 +77,25 @@ def sparse_nn(device: torch.device, model: Callable[..., nn.Module] = upstream.T
     )
 
 
-MODELS: dict[str, tuple[Callable[[torch.device], nn.Module], Callable[[int], Any]]] = {
-    "Histories": (Histories, click_batch_of),
-    "DLRM": (lambda on: DLRMTrain(DLRM(bags(on), DENSE, [8, DIM], [8, 1])), click_batch_of),
-    "TestSparseNN": (sparse_nn, batch_of),
-    "TestTowerSparseNN": (lambda on: sparse_nn(on, upstream.TestTowerSparseNN), batch_of),
-    "TestTowerCollectionSparseNN": (lambda on: sparse_nn(on, upstream.TestTowerCollectionSparseNN), batch_of),
+MODELS: dict[str, Callable[[torch.device], nn.Module]] = {
+    "TestSparseNN": sparse_nn,
+    "TestTowerSparseNN": lambda on: sparse_nn(on, upstream.TestTowerSparseNN),
+    "TestTowerCollectionSparseNN": lambda on: sparse_nn(on, upstream.TestTowerCollectionSparseNN),
 }
 
 
 def plain_model(name: str) -> nn.Module:
     torch.manual_seed(1)
-    return MODELS[name][0](CPU)
+    return MODELS[name](CPU)
 
 
-def sharded_model(
-    build: Callable[[torch.device], nn.Module], kernels: dict[str, str] | None = None
-) -> DistributedModelParallel:
+def sharded_model(name: str) -> DistributedModelParallel:
     """The model as TorchRec's planner shards it, with fused SGD."""
     torch.manual_seed(1)
-    model = build(META)
+    model = MODELS[name](META)
     tables = [each for key, each in model.named_parameters() if ".embedding" in key]
     apply_optimizer_in_backward(torch.optim.SGD, tables, {"lr": TABLE_LR})
-    constraints = {table: ParameterConstraints(compute_kernels=[(kernels or {}).get(table, "fused")]) for table in ROWS}
+    constraints = {table: ParameterConstraints(compute_kernels=["fused"]) for table in ROWS}
     world = dist.get_world_size()
     planner = EmbeddingShardingPlanner(topology=Topology(world, "cpu", local_world_size=world), constraints=constraints)
     plan = planner.collective_plan(model, get_default_sharders(), dist.group.WORLD)
@@ -148,10 +115,8 @@ def copy_weights(source: nn.Module, target: DistributedModelParallel) -> None:
 
 def train(model: DistributedModelParallel, batches: Sequence[Any]) -> dict[str, Tensor]:
     """Weights on the first rank after TorchRec's pipeline has trained the batches of this rank."""
-    named = dict(in_backward_optimizer_filter(model.named_parameters()))
-    tables = [each for key, each in named.items() if ".embedding" in key]  # those that are data-parallel
-    network = [each for key, each in named.items() if ".embedding" not in key]
-    dense = torch.optim.SGD([{"params": tables, "lr": TABLE_LR}, {"params": network, "lr": DENSE_LR}])
+    network = [each for _, each in in_backward_optimizer_filter(model.named_parameters())]
+    dense = torch.optim.SGD(network, lr=DENSE_LR)
     pipeline, stream = TrainPipelineSparseDist(model, dense, CPU), iter(batches)
     for _ in batches:
         pipeline.progress(stream)
@@ -160,11 +125,8 @@ def train(model: DistributedModelParallel, batches: Sequence[Any]) -> dict[str, 
 
 def occurrences(table: str, batches: Sequence[Any]) -> Tensor:
     features = (FEATURES | {"w0": ["w"]})[table]
-    given = [
-        [each.sparse_features] if isinstance(each, Batch) else [each.idlist_features, each.idscore_features]
-        for each in batches
-    ]
-    ids = [kjt[name].values() for kjt in chain(*given) for name in features if name in dict.fromkeys(kjt.keys())]
+    given = [kjt for each in batches for kjt in (each.idlist_features, each.idscore_features)]
+    ids = [kjt[name].values() for kjt in given for name in features if name in dict.fromkeys(kjt.keys())]
     return torch.cat(ids).bincount(minlength=ROWS[table])
 
 
@@ -184,12 +146,11 @@ def train_by_autograd(name: str, batches: Sequence[Sequence[Any]]) -> dict[str, 
     return model.state_dict()
 
 
-def assert_clips_like_autograd(name: str, kernels: dict[str, str] | None = None) -> None:
+def assert_clips_like_autograd(name: str) -> None:
     """Tolerance: sums in another order, of steps that move rows by up to a hundredth."""
-    build, make_batch = MODELS[name]
     rank, world = dist.get_rank(), dist.get_world_size()
-    batches = [[make_batch(world * step + each) for each in range(world)] for step in range(STEPS)]
-    model = sharded_model(build, kernels)
+    batches = [[batch_of(world * step + each) for each in range(world)] for step in range(STEPS)]
+    model = sharded_model(name)
     copy_weights(plain_model(name), model)
     handle = attach_cowclip(model, BINDS)
     trained = train(model, [of_ranks[rank] for of_ranks in batches])
@@ -205,9 +166,7 @@ def test_a_clip_that_binds_equals_autograd(group: None, name: str) -> None:
 
 def two_ranks(rank: int, folder: str) -> None:
     with process_group(rank, 2, folder):
-        assert_clips_like_autograd("DLRM", {"t1": "dense"})
         assert_clips_like_autograd("TestSparseNN")
-        assert_clips_like_autograd("Histories")
 
 
 def test_two_processes_equal_autograd_on_both_batches(tmp_path: Path) -> None:

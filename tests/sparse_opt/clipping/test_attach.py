@@ -1,15 +1,24 @@
-"""CowClip under stock fused optimizers: statistics, removal, and what is refused.
+"""Attaching a clip: statistics, removal, rules of tables, passes that wait for others, and what is refused.
 
-That tables train as plain loops do is tested by the random problems, with all rules, optimizers and back ends.
+That tables train as plain loops do is tested by the random problems, with all rules, optimizers and back ends; there,
+and in test_plans.py, that accumulated passes, also without samples, are one over the complete batch.
 """
 
 import re
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv2D
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -17,26 +26,39 @@ from cowrec.sparse_opt import (
     AdamConfig,
     AdaptiveFieldClip,
     ClipRule,
+    ConstantClip,
     CowClip,
     EmbeddingAdam,
     FieldClip,
     GlobalClip,
     NoClip,
     attach_cowclip,
+    detach_cowclip,
 )
-from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.clipping.table_rules import TableRules
+from cowrec.sparse_opt.clipping.clipped_lookup import Accumulation, ClippedLookup
+from cowrec.sparse_opt.clipping.table_rules import TableRules, table_rules
 from cowrec.sparse_opt.kernels.layout import LookupBackward
 from cowrec.sparse_opt.tbe.discovery import find_lookups
-from random_problems.drawing import small_problem
+from process_groups import in_processes, process_group
+from random_problems.drawing import Problem, small_problem
 from random_problems.in_loops import row_gradients
-from random_problems.training import assert_equal, batches_of, lookups_of, run_on, sharded_model, state_of, train_step
+from random_problems.training import (
+    assert_equal,
+    batch_of,
+    batches_of,
+    lookups_of,
+    run_on,
+    sharded_model,
+    state_of,
+    train_step,
+)
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
+attached_either_way = pytest.mark.parametrize(
+    "attach", [attach_cowclip, lambda model, rule, **more: EmbeddingAdam(model, AdamConfig(), rule, **more)]
+)
 RULE = CowClip(r=1.0, zeta=1e-3)
-
-
 RULES: list[ClipRule] = [RULE, FieldClip(0.3), AdaptiveFieldClip(0.5, 1e-3), GlobalClip(0.4)]
 
 
@@ -72,7 +94,7 @@ def test_statistics_of_a_step(rule: ClipRule, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["compiled", "torch"])
-@pytest.mark.parametrize("attach", [attach_cowclip, lambda model, rule: EmbeddingAdam(model, AdamConfig(), rule)])
+@attached_either_way
 def test_shares_that_other_limits_would_clip(attach: Any, backend: str) -> None:
     """In a window of two steps, with 3 % for the bins; then in one of a single step."""
     case, seen = small_problem(steps=4), list[dict[str, Tensor]]()
@@ -209,3 +231,302 @@ def test_refuses_models_without_sharded_tables(model: nn.Module, message: str) -
 def test_adam_settings(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"adam {next(iter(change))} is out of range"):
         AdamConfig(**change)
+
+
+CASE = small_problem()
+ROWS: dict[str, ClipRule] = {"t0": CowClip(1e-2, 1e-5), "t1": ConstantClip(1e-3), "*": CowClip(0.1, 1e-4)}
+
+
+def fresh(like: nn.Module | None = None) -> Any:
+    """The model, with the tables of another."""
+    model = sharded_model(CASE)
+    if like:
+        model.load_state_dict(like.state_dict())
+    return model
+
+
+def like_sgd(absent_rows: str) -> AdamConfig:
+    """Adam whose update is lr * g, because eps hides the second moment."""
+    return AdamConfig(lr=CASE.lr * 1e7, betas=(0.0, 0.0), eps=1e7, absent_rows=absent_rows)
+
+
+def train(model: Any, step: int) -> dict[str, np.ndarray]:
+    train_step(CASE, model, step)
+    return state_of(model)
+
+
+@pytest.mark.parametrize(
+    ("rules", "exclude", "message"),
+    [
+        ({"t0": CowClip()}, (), r"the rules name none for table 't1'; name it, or give all others a rule as '\*'"),
+        ({"t00": CowClip(), "*": NoClip()}, (), r"rule names table 't00', which .* did you mean 't0'"),
+        ({"t0": CowClip(), "*": NoClip()}, ("t0",), r"table 't0' has a rule and is named in exclude"),
+        ({"t0": CowClip(), "*": FieldClip(1.0)}, (), r"'field' and 'cowclip' cannot be mixed: .* of a table, .* a row"),
+        ({"t0": GlobalClip(2.0), "*": GlobalClip(1.0)}, (), r"'global' and 'global' cannot be mixed"),
+    ],
+)
+@attached_either_way
+def test_rules_that_do_not_fit_are_refused(attach: Any, rules: Any, exclude: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attach(fresh(), rules, exclude=exclude)
+
+
+def test_an_unclipped_table_may_be_column_wise_under_replay() -> None:
+    """Replay refuses a column-wise table only where its own rule may bound an absent row."""
+    case = small_problem(sharding="column_wise,table_wise")
+    config = AdamConfig(l2=1e-2, absent_rows="replay")
+    narrow, wide = CowClip(1e-2, 1e-5), CowClip(1.0, 1e-5)
+    EmbeddingAdam(sharded_model(case), config, {"t0": wide, "t1": narrow, "t2": wide})
+    with pytest.raises(ValueError, match="table 't0' is sharded column-wise, and an absent row's L2 may exceed"):
+        EmbeddingAdam(sharded_model(case), config, {"t0": narrow, "*": wide})
+
+
+@pytest.mark.parametrize("attach", ["fused", "replay"])
+def test_a_lost_handle(attach: str) -> None:
+    """A first attachment ends with detaching; the fused optimizer then trains alone. Compared with new models."""
+    model, rule = fresh(), CowClip(1e-2, 1e-5)
+
+    def attach_to(each: Any) -> None:
+        if attach == "fused":
+            attach_cowclip(each, rule)
+        else:
+            EmbeddingAdam(each, like_sgd(attach), rule)
+
+    detach_cowclip(model)
+    attach_to(model)
+    with pytest.raises(ValueError, match=r"attached already; .* or detach_cowclip\(model\)"):
+        attach_to(model)
+    for step, is_attached in enumerate((True, False, True)):
+        other = fresh(model)
+        if is_attached:
+            attach_to(other)
+        assert_equal(train(model, step), train(other, step))
+        attach_to(model) if step == 1 else detach_cowclip(model)
+
+
+def test_rules_of_tables_change_between_stages() -> None:
+    """Each stage is that of a new model under its rules."""
+    later = {"t0": CowClip(2e-2, 1e-4), "t1": ConstantClip(2e-3), "*": CowClip(0.2, 1e-3)}
+    model = fresh()
+    optimizer = EmbeddingAdam(model, like_sgd("replay"), ROWS)
+    for step, rules in enumerate((ROWS, later)):
+        other, before = fresh(model), state_of(model)
+        EmbeddingAdam(other, like_sgd("replay"), rules)
+        optimizer.reconfigure(like_sgd("replay"), rules)
+        after = train(model, step)
+        assert not np.array_equal(after["c0.t1"], before["c0.t1"])
+        assert_equal(after, train(other, step))
+    with pytest.raises(ValueError, match="the clip rule cannot change from 't0: cowclip"):
+        optimizer.reconfigure(like_sgd("replay"), CowClip())
+
+
+def test_the_name_of_one_table_has_precedence_over_one_that_collections_share() -> None:
+    towers = nn.ModuleDict({"a": fresh().module.c0, "b": fresh().module.c0})
+    rule, other = CowClip(0.25), CowClip(1.0)
+    for names in (["t0", "a.t0"], ["a.t0", "t0"]):
+        rules = table_rules(towers, {name: rule if name == "a.t0" else other for name in names} | {"*": NoClip()}, ())
+        assert (rules.of("a.t0"), rules.of("b.t0")) == (rule, other)
+
+
+@pytest.mark.parametrize("rule", [0.5, CowClip, {"t0": CowClip(), "*": "cowclip"}])
+@attached_either_way
+def test_what_is_no_rule_is_named(attach: Any, rule: Any) -> None:
+    with pytest.raises(TypeError, match=r"rule must be a clip rule.*got (0\.5|the class CowClip|'cowclip')"):
+        attach(fresh(), rule)
+
+
+ONE_TABLE: dict[str, Any] = {"rows": (40,), "features": (("a",),)}
+ONE_ID = small_problem(**ONE_TABLE, max_ids=1)
+SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+
+
+def model_with(**fused_params: Any) -> Any:
+    return sharded_model(ONE_ID, fused_params={**SGD, **fused_params})
+
+
+@attached_either_way
+def test_gradient_clipping_by_fbgemm_is_refused(attach: Any) -> None:
+    model = model_with(gradient_clipping=True, max_gradient=0.5)
+    with pytest.raises(ValueError, match=r"'t0' is under FBGEMM's gradient_clipping.* to 0.5 after"):
+        attach(model, CowClip())
+
+
+@attached_either_way
+def test_2d_parallelism_is_refused(attach: Any) -> None:
+    """DMPCollection itself needs CUDA; what it gives its collections is a ShardingEnv2D."""
+    groups = [
+        name for name in signature(ShardingEnv2D).parameters if name.endswith("_pg")
+    ]  # not the same in all versions
+    env = ShardingEnv2D(**dict.fromkeys(groups, dist.group.WORLD), device_mesh=DeviceMesh("cpu", [[0]]))
+    collection = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "t0", feature_names=["a"])], device="meta")
+    sharder = EmbeddingBagCollectionSharder(fused_params=SGD)
+    plan = construct_module_sharding_plan(
+        collection, {"t0": table_wise(rank=0, compute_kernel="fused")}, sharder, 1, 1, device_type="cpu"
+    )
+    sharded = sharder.shard(collection, plan, env, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"'t0' is under 2D parallelism \(DMPCollection\).* own share of the batch"):
+        attach(sharded, CowClip())
+
+
+@pytest.mark.parametrize("output", [SparseType.FP16, SparseType.BF16])
+def test_l2_in_output_gradients_of_half_precision_is_refused(output: SparseType) -> None:
+    model = model_with(output_dtype=output)
+    with pytest.raises(ValueError, match=r"'t0' has outputs in half precision.*set output_dtype to float32"):
+        attach_cowclip(model, CowClip(), single_id_bags=True, l2=1e-5)
+    attach_cowclip(model, CowClip(), single_id_bags=True)
+
+
+def test_a_small_l2_moves_rows_of_float16_tables() -> None:
+    """Against a loop that rounds the weights in each step; 2 * l2 * w itself underflows in float16."""
+    config = AdamConfig(lr=1e-4, l2=1e-6, eps=1e-9, absent_rows="dense")
+    problem = small_problem(**ONE_TABLE, dtype="float16")
+    model = sharded_model(problem)
+    EmbeddingAdam(model, config)
+    before = state_of(model)["c0.t0"]
+    expected = torch.from_numpy(before).half()
+    first, second = torch.zeros(expected.shape), torch.zeros(expected.shape)
+    (drawn,) = problem.batches()[0]
+    no_ids = drawn | {"a": [(np.empty(0, np.int64), np.empty(0, np.float32))] * problem.batch}
+    for step in range(1, 6):
+        model(batch_of(problem, [no_ids], 0, problem.batch))[0].backward()
+        grad = 2 * config.l2 * expected.float()
+        first, second = 0.9 * first + 0.1 * grad, 0.999 * second + 0.001 * grad**2
+        moved = (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + config.eps)
+        expected = (expected.float() - config.lr * moved).half()
+    got = state_of(model)["c0.t0"]
+    small = abs(before) > 1e-3
+    assert (got != before)[small & (abs(before) < 2e-2)].mean() > 0.9
+    np.testing.assert_allclose(got, expected.float().numpy(), rtol=2e-3, atol=1e-7)
+
+
+@attached_either_way
+def test_a_variable_batch_of_tables_that_are_looked_up_separately_is_refused(attach: Any) -> None:
+    case = small_problem(variable_batch=True, pooling="sum,mean")
+    model = sharded_model(case)
+    attach(model, CowClip())
+    with pytest.raises(ValueError, match="variable batch size per feature, tables that are looked up separately"):
+        train_step(case, model, 0)
+
+
+@attached_either_way
+def test_ids_that_are_deduplicated_before_the_lookup_are_refused(attach: Any) -> None:
+    model = sharded_model(small_problem(sequence=True))
+    model.module.c0._use_index_dedup = True  # of EmbeddingCollectionSharder, whose operator exists on CUDA alone
+    with pytest.raises(ValueError, match=r"table 't0' cannot be clipped: TorchRec deduplicates .* use_index_dedup"):
+        attach(model, CowClip())
+
+
+REFUSED_BY_ONE_RANK: dict[str, tuple[dict[str, Any], Any]] = {
+    # The second rank has no table.
+    "replay computes missed steps in float32": (
+        ONE_TABLE | {"dtype": "float16"},
+        lambda model: EmbeddingAdam(model, AdamConfig(absent_rows="replay")),
+    ),
+    "clip_columns of table 't0' must be in": (
+        ONE_TABLE | {"max_ids": 1},
+        lambda model: attach_cowclip(model, CowClip(), clip_columns=9, single_id_bags=True),
+    ),
+    "a rank holds no row of it": (
+        ONE_TABLE | {"rows": (1,), "sharding": "row_wise"},
+        lambda model: attach_cowclip(model, CowClip()),
+    ),
+}
+
+
+def refused(rank: int, folder: str) -> None:
+    with process_group(rank, 2, folder):
+        for message, (case, attach) in REFUSED_BY_ONE_RANK.items():
+            model = sharded_model(small_problem(**case, world=2))
+            with pytest.raises(ValueError, match=message):
+                attach(model)
+
+
+def test_what_one_rank_refuses_all_ranks_refuse(tmp_path: Path) -> None:
+    in_processes(refused, (str(tmp_path),), 2)
+
+
+TWO_LOOKUPS = small_problem(pooling="sum,mean")  # two lookups
+ATTACH = {
+    "sgd": lambda model: attach_cowclip(model, RULE),
+    "lazy": lambda model: EmbeddingAdam(model, AdamConfig(), RULE),
+    "replay": lambda model: EmbeddingAdam(model, AdamConfig(absent_rows="replay"), RULE),
+}
+by_optimizer = pytest.mark.parametrize("optimizer", ATTACH)
+
+
+def attached(optimizer: str, passes: int, case: Problem = TWO_LOOKUPS) -> tuple[nn.Module, Any]:
+    model = sharded_model(case)
+    handle = ATTACH[optimizer](model)
+    handle.accumulate(passes)
+    return model, handle
+
+
+def backward(model: nn.Module) -> None:
+    """A pass of half of the first step's loss."""
+    (model(batches_of(TWO_LOOKUPS)[0][0])[0] / 2).backward()
+
+
+@by_optimizer
+def test_tables_change_in_the_last_pass_alone(optimizer: str) -> None:
+    model, handle = attached(optimizer, 2)
+    before = state_of(model)
+    backward(model)
+    assert_equal(state_of(model), before)
+    backward(model)
+    assert not np.array_equal(state_of(model)["c0.t0"], before["c0.t0"])
+    handle.accumulate(1)  # none waits
+
+
+@by_optimizer
+def test_an_interrupted_pass_is_refused_until_the_step_begins_anew(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, handle = attached(optimizer, 2)
+    calls, add = [], Accumulation.add
+
+    def add_once(own: Accumulation, *arguments: Any) -> Any:
+        calls.append(own)
+        if len(calls) == 2:
+            raise MemoryError
+        return add(own, *arguments)
+
+    monkeypatch.setattr(Accumulation, "add", add_once)
+    with pytest.raises(MemoryError):
+        backward(model)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"tables have 0 or 1; call accumulate\(n\) again"):
+        backward(model)
+    with pytest.warns(RuntimeWarning, match="1 backward passes that waited for others were dropped"):
+        handle.accumulate(2)
+    backward(model)
+    backward(model)
+
+
+@by_optimizer
+def test_loading_a_state_drops_what_waits(optimizer: str) -> None:
+    model, _ = attached(optimizer, 2)
+    state = model.state_dict()
+    backward(model)
+    with pytest.warns(RuntimeWarning, match="1 backward passes that waited for others were dropped"):
+        model.load_state_dict(state)
+    before = state_of(model)
+    backward(model)
+    assert_equal(state_of(model), before)
+
+
+@by_optimizer
+@pytest.mark.parametrize("case", [{"weighted": True}, {"sequence": True}], ids=["weights", "sequence"])
+def test_a_batch_may_be_overwritten_after_its_backward(optimizer: str, case: dict[str, Any]) -> None:
+    """As by a loop that copies every batch to the same memory."""
+    problem, trained = small_problem(**case), []
+    for overwritten in (False, True):
+        model, _ = attached(optimizer, 2, problem)
+        for (batch,) in batches_of(problem)[:2]:
+            model(batch)[0].backward()
+            if overwritten:
+                (ids,) = batch.ids
+                for each in (ids.values(), ids.offsets(), ids.weights_or_none()):
+                    if each is not None:
+                        each.zero_()
+        trained.append(state_of(model))
+    assert_equal(*trained)

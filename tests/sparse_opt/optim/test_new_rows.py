@@ -1,22 +1,30 @@
-"""Rows of new ids in batches that are translated ahead of their training step."""
+"""Rows of new ids: initial weights, batches translated ahead of their step, and TorchRec's managed collision."""
 
+import tempfile
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from scipy import stats
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, IdTableConfig, IdTables, NewRows, RowInitializer
+from cowrec.sparse_opt.optim.row_init import initial_rows
 from process_groups import process_group
 
 BATCHES, IDS, DIM = 40, 24, 4
@@ -130,3 +138,91 @@ def test_resets_before_the_step_of_an_earlier_batch_are_refused(trained_at_once:
         training.initializer.reset(next(batches)[1])
     training.model(waits[0])[0].backward()
     training.step(next(batches))
+
+
+ROWS = 16
+
+
+def sharded() -> DistributedModelParallel:
+    table = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
+    remapped = MCHManagedCollisionModule(
+        zch_size=ROWS, device=CPU, input_hash_size=4000, eviction_interval=2, eviction_policy=LFU_EvictionPolicy()
+    )
+    model = torch.nn.Sequential()
+    model.mc = ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection(tables=[table], device=torch.device("meta")),
+        ManagedCollisionCollection({"t": remapped}, [table]),
+    )
+    sharder = ManagedCollisionEmbeddingBagCollectionSharder(
+        EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
+    )
+    plan = construct_module_sharding_plan(
+        model.mc,
+        {"t": row_wise(compute_kernel="fused")},
+        sharder=sharder,
+        local_size=1,
+        world_size=1,
+        device_type="cpu",
+    )
+    return DistributedModelParallel(model, device=CPU, plan=ShardingPlan({"mc": plan}), sharders=[sharder])
+
+
+@pytest.mark.parametrize("absent_rows", ["lazy", "replay"])
+def test_evicted_rows_lose_their_moments(absent_rows: str) -> None:
+    """Their moments are zero when TorchRec has evicted them, and the others' are as they were."""
+    with tempfile.TemporaryDirectory() as folder, process_group(0, 1, folder):
+        model = sharded()
+        optimizer = EmbeddingAdam(model, AdamConfig(lr=0.1, absent_rows=absent_rows), CowClip())
+        (adam,), collection, evicted = optimizer.lookups, model.module.mc, []
+        evict = collection._evict
+
+        def watched(rows: dict[str, Tensor | None]) -> Any:
+            before = adam.exp_avg.view(ROWS, DIM).clone()
+            evict(rows)
+            gone = torch.zeros(ROWS, dtype=torch.bool)
+            gone[torch.cat([each for each in rows.values() if each is not None] or [torch.arange(0)])] = True
+            assert torch.equal(adam.exp_avg.view(ROWS, DIM), before.where(~gone[:, None], 0))
+            assert not adam.exp_avg_sq.view(ROWS, DIM)[gone].any()
+            assert not adam.replays or (adam.last_step[gone] == adam.step).all()
+            evicted.append(int((gone & before.any(1)).sum()))
+
+        collection._evict = watched
+        for step in range(40):
+            ids = 40 * step + torch.randint(12, (12,), generator=torch.Generator().manual_seed(step))
+            looked_up, _ = collection(KeyedJaggedTensor(["f"], ids, lengths=torch.ones(12, dtype=torch.int64)))
+            looked_up.wait().values().sum().backward()
+        assert sum(evicted) > 10
+        optimizer.remove()
+        assert "reset_embedding_weight_momentum" not in vars(adam.lookup.module)
+
+
+KEYS = np.full(20_000, 12345, np.uint64)
+
+
+def test_initial_weights_are_normal() -> None:
+    """Kolmogorov-Smirnov test against scipy's distribution, over ids and over columns."""
+    ids = np.arange(20_000, dtype=np.int64) - 10_000
+    values = initial_rows(KEYS, np.zeros(20_000, np.int64), ids, 6, 0.01)
+    assert values.dtype == np.float32
+    for column in range(6):
+        assert stats.kstest(values[:, column], "norm", args=(0, 0.01)).pvalue > 1e-3
+    assert np.abs(np.corrcoef(values.T) - np.eye(6)).max() < 0.03
+    assert abs(np.corrcoef(values[1:, 0], values[:-1, 0])[0, 1]) < 0.03, "neighbouring ids"
+
+
+@pytest.mark.parametrize("columns", [1, 5, 6])
+def test_columns_do_not_depend_on_their_number(columns: int) -> None:
+    ids, fields = np.arange(100, dtype=np.int64), np.zeros(100, np.int64)
+    whole = initial_rows(KEYS[:100], fields, ids, 7, 1.0)
+    np.testing.assert_array_equal(initial_rows(KEYS[:100], fields, ids, columns, 1.0), whole[:, :columns])
+
+
+def test_tables_fields_and_ids_differ() -> None:
+    drawn = {
+        tuple(initial_rows(np.array([key], np.uint64), np.array([field]), np.array([number]), 2, 1.0)[0].tolist())
+        for key in (1, 2)
+        for field in (0, 1)
+        for number in (-1, 5, 1 << 62)
+    }
+    assert len(drawn) == 12
+    assert torch.isfinite(torch.tensor(list(drawn))).all()
