@@ -44,14 +44,24 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in lines]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_resumed_run_is_bit_identical(folder: Path, tmp_path: Path, optimizer: str) -> None:
-    """Resumed in the second epoch; with replay, of fields of all kinds, also within the first and between them."""
-    settings = OPTIMIZERS[optimizer]
-    if optimizer == "replay":
+IDS = ["id_table.kind=collisionless", "id_table.capacity=100"]
+SETTINGS = OPTIMIZERS | {
+    "id table": [*IDS, "optimizer.embedding=adagrad"],
+    "full id table": [*IDS, "id_table.capacity=6", "id_table.when_full=oldest"],
+    "counted ids": [*IDS, "id_table.admission=count", "id_table.threshold=4"],
+    "several passes": ["train.accumulation=3"],
+    "drawn ids": [*IDS, "id_table.admission=probabilistic", "id_table.threshold=4", "optimizer.embedding=adagrad"],
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resumed_run_is_bit_identical(folder: Path, tmp_path: Path, name: str) -> None:
+    """Resumed in the second epoch, or in the first; with replay, of fields of all kinds, in both and between them."""
+    settings = SETTINGS[name]
+    if name == "replay":
         folder = make_folder(tmp_path)
     report = run(folder, tmp_path / "uninterrupted", *settings)
-    for at in (3, 5, 6) if optimizer == "replay" else (6,):
+    for at in {"replay": (3, 5, 6)}.get(name, (6,) if name in OPTIMIZERS else (3,)):
         copy = interrupted(tmp_path / "uninterrupted", at, tmp_path / f"at{at}")
         resumed = run(folder, copy, *settings, resume=True)
         assert_same(copy, tmp_path / "uninterrupted")

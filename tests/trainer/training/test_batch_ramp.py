@@ -147,11 +147,3 @@ def test_a_run_in_passes_is_that_without(folder: Path, tmp_path: Path, settings:
     rows = [{name: each["rows"] for name, each in report["clip_statistics"]["fields"].items()} for report in reports]
     assert rows[0] == rows[1]
     assert reports[1]["logloss"] == pytest.approx(reports[0]["logloss"], abs=1e-5)
-
-
-def test_a_run_in_passes_resumes_within_an_epoch(folder: Path, tmp_path: Path) -> None:
-    always = ["checkpoint.every_steps=1", "checkpoint.keep_last=100", "train.accumulation=3"]
-    run(folder, tmp_path / "run", *always)
-    copy = interrupted(tmp_path / "run", 3, tmp_path / "copy")
-    run(folder, copy, *always, resume=True)
-    assert_same(copy, tmp_path / "run")
