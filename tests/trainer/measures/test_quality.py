@@ -1,4 +1,4 @@
-"""Measures of an evaluation and of arbitrary samples, weights and groups, against scikit-learn and plain loops."""
+"""Measures of evaluations, samples, weights, groups and the newest samples, against scikit-learn and plain loops."""
 
 import csv
 import json
@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import log_loss, roc_auc_score
 
-from commands.command_line import Cowrec
-from cowrec.data_pipeline import Schema, SynthesizeConfig, synthesize
+from cowrec.data_pipeline import PrepareConfig, Schema, SynthesizeConfig, prepare, synthesize
 from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX
-from cowrec.trainer.measures.quality import Samples, group_aucs, measure
+from cowrec.trainer.measures.quality import Samples, calibration_remark, group_aucs, measure
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from process_groups import in_processes
 from trained_runs import report_of, run
@@ -201,13 +200,6 @@ def _evaluate_as(rank: int, folder: Path, port: int) -> None:
     os._exit(0)  # see process_groups
 
 
-def test_the_command_prints_json(cowrec: Cowrec, segments: Path) -> None:
-    _, printed, said = cowrec("evaluate", segments / "run", "--data", segments / "data", "--top", "2", "--by", "city")
-    result = json.loads(printed)
-    assert len(result["by"]["city"]["largest"]) == 2
-    assert f"{result['rows']} samples of test: AUC {result['auc']:.4f}" in said
-
-
 @pytest.mark.parametrize(
     ("column", "message"),
     [
@@ -319,3 +311,54 @@ def test_numbers_that_are_not_finite_are_no_quality() -> None:
     assert quality.expected_auc is not None
     assert quality.expected_logloss is not None
     assert math.isnan(quality.expected_auc + quality.expected_logloss)
+
+
+DAY, TIMED_ROWS, TESTED, NEWEST = 86_400, 600, 240, 24
+TIMED = 'label = "click"\ntime = "time"\nfields = [{name = "city", kind = "categorical"}]\n'
+
+
+def test_the_newest_tenth_is_measured_and_its_drift_is_remarked(tmp_path: Path) -> None:
+    """Everything is clicked in the end; the samples are stored in random order."""
+    draw = np.random.default_rng(0)
+    click = draw.random(TIMED_ROWS) < 0.3
+    click[-NEWEST:] = True
+    table = pa.table({"click": click, "time": np.arange(TIMED_ROWS) * DAY, "city": draw.integers(0, 5, TIMED_ROWS)})
+    pq.write_table(table.take(pa.array(draw.permutation(TIMED_ROWS))), tmp_path / "raw.parquet")
+    (tmp_path / "columns.toml").write_text(TIMED)
+    config_file(tmp_path)
+    for split in ("time", "random"):
+        settings = PrepareConfig(split=split, test_fraction=TESTED / TIMED_ROWS)
+        data = tmp_path / split
+        prepare("tabular", [tmp_path / "raw.parquet"], data, settings, schema_file=tmp_path / "columns.toml")
+        run(tmp_path, tmp_path / f"run_{split}", data=data)
+    report = report_of(tmp_path / "run_time")
+    assert (report["newest"]["rows"], report["newest"]["ctr"]) == (NEWEST, 1)
+    assert report["newest"] == report["epochs"][-1]["newest"]
+    assert report["calibration_remark"].startswith("the newest tenth of the test samples has ")
+    other = report_of(tmp_path / "run_random")
+    assert ("newest" in other, other["calibration_remark"]) == (False, None)
+
+
+def remark(
+    calibration: float, *, auc: float = 0.7, whole: float = 1.0, rows: int = 10_000, ctr: float = 0.2
+) -> str | None:
+    newest = {"calibration": calibration, "auc": auc, "rows": rows, "ctr": ctr}
+    return calibration_remark({"calibration": whole, "auc": 0.7, "newest": newest})
+
+
+def test_the_remark_tells_drifts_apart() -> None:
+    assert remark(1.09) is remark(0.91) is remark(math.nan, ctr=0.0) is calibration_remark({"auc": 0.7}) is None
+    assert remark(1.25, rows=100) is None, "20 clicks are off by 22 % by chance"
+    for found, expected in (
+        (
+            remark(1.25),
+            "has 25% too many predicted clicks. AUC is not lower there: the click rate has changed lately, to 0.",
+        ),
+        (remark(0.8, auc=0.65), "has 20% too few predicted clicks. AUC is 5.0 points lower there: what is clicked has"),
+        (
+            remark(1.25, whole=1.2),
+            "clicks. Calibration of the whole split is 1.200: the click rate differs from that of",
+        ),
+    ):
+        assert expected in str(found)
+        assert str(found).endswith(". Train on newer samples, or as they arrive (cowrec online)")

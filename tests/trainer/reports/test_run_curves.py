@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from commands.command_line import Cowrec
-from cowrec.trainer.reports.plotting import size_name
 from cowrec.trainer.reports.run_curves import RunCurves, curves_table
-from cowrec.trainer.reports.text_table import aligned, speed_text
+from cowrec.trainer.reports.text_table import speed_text
 
 BINS = {"prediction": [0.1, 0.3], "ctr": [0.2, 0.25]}
 
@@ -86,17 +85,6 @@ def test_a_test_split_measured_at_the_end_is_shown_at_its_epoch(tmp_path: Path) 
     assert [each.tolist() for each in curves.by_epoch("auc")] == [[1, 3], [0.8, 0.7]]
     assert [line["step"] for line in curves.epochs] == [5, 10, 15]
     assert curves_table([curves]).splitlines()[-1].split()[:5] == ["run", "3", "0.7000", "0.8000", "(1)"]
-
-
-def test_a_table_aligns_names_left_and_numbers_right() -> None:
-    assert aligned([["run", "AUC"], ["small batch", "0.8"], ["x", "0.8086"]]) == (
-        "run             AUC\nsmall batch     0.8\nx            0.8086"
-    )
-
-
-@pytest.mark.parametrize(("size", "name"), [(1024, "1K"), (131072, "128K"), (1 << 20, "1,024K"), (1000, "1,000")])
-def test_batch_sizes_are_named_as_users_write_them(size: int, name: str) -> None:
-    assert size_name(size) == name
 
 
 @pytest.mark.parametrize("unknown", [None, float("nan")])
