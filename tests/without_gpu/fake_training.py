@@ -47,8 +47,7 @@ from cowrec.trainer.training import pipeline
 from cowrec.trainer.training.pipeline import Output, Step
 from cowrec.trainer.training.state import TrainState
 from device_watch import Call, DeviceWatch, ReadWatch, numbers
-from fake_cuda import build_guard, fake_cuda, fake_process_group, run_with_guard
-from fake_peers import sizes_of_peers
+from fake_cuda import build_guard, fake_cuda, fake_process_group, run_with_guard, sizes_of_peers
 
 DENSE_FIELDS, FIELDS, ROWS = 13, 26, 10_000
 _RANDOM = np.random.default_rng(0)
