@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .algorithm.adam import AdamConfig
+    from .algorithm.adam import AdamConfig, FtrlConfig
     from .algorithm.clip import (
         CLIP_RULES,
         AdaptiveFieldClip,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .optim.row_init import RowInitializer
 
 _NAMES = {
-    ".algorithm.adam": "AdamConfig",
+    ".algorithm.adam": "AdamConfig FtrlConfig",
     ".algorithm.clip": "CLIP_RULES AdaptiveFieldClip ClipRule ConstantClip CowClip FieldClip GlobalClip NoClip"
     " ReferenceCowClip RowLimit clip_rows clip_scales clip_tables cowclip_limits",
     ".algorithm.scaling": "PRESETS SCALING_RULES Hyperparameters Preset scale_clip scale_hyperparameters",
@@ -66,6 +66,7 @@ __all__ = [
     "EmbeddingAdam",
     "Entries",
     "FieldClip",
+    "FtrlConfig",
     "GlobalClip",
     "Hyperparameters",
     "IdTableConfig",

@@ -160,9 +160,9 @@ def steps(problem: Problem, kind: str) -> Iterator[int]:
 
     def adam() -> AdamRows:
         taken = torch.tensor([problem.step], dtype=torch.int32, device=device)
-        on_device = DeviceSteps(taken, problem.last_step, *history.schedule, ones, log_decay)
+        on_device = DeviceSteps(taken, problem.last_step, *history.schedule, ones, log_decay, layout.dim)
         scalars = history.scalars(max(problem.step, 1), CONFIG.lr)
-        numbers = (problem.step, scalars, log_beta2(CONFIG), False)
+        numbers = (problem.step, scalars, log_beta2(CONFIG), False, None)
         return AdamRows(problem.state, adam_constants(CONFIG), thresholds, on_device, *numbers)
 
     for bags, grad in problem.batches:

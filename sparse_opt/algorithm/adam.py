@@ -11,6 +11,37 @@ from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
+class FtrlConfig:
+    """FTRL-Proximal of single weights, without L1 and L2: a rate of its own for each weight, which falls as it learns.
+
+    It takes the gradient g of the *sum* of the batch's losses, ``batch_size`` times that of their mean, which makes
+    alpha and beta the same for all batch sizes. In a batch s times as large, a rare weight still has single samples:
+    nothing changes. A frequent one has 1/s of the steps, with g of s times as many samples. Where these mostly cancel,
+    g grows by sqrt(s), the sum of its squares over the same samples stays, and the weight moves as far in a sample as
+    before. Where they agree, as at the start, the sum of squares is s times as large, and the weight moves 1/sqrt(s) as
+    far; a larger alpha would make up for that, but move all other weights too far. Sums of squares are also of one
+    scale while batches grow.
+
+    Attributes:
+        alpha: rate of a weight, > 0: its first step is ``alpha * g / (beta + |g|)``.
+        beta: added to the root of the sum of squares, > 0, in units of the gradient of one sample's loss.
+        batch_size: samples of the global batch.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    alpha: float
+    beta: float = 1.0
+    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        for key, value in (("alpha", self.alpha), ("beta", self.beta), ("batch_size", self.batch_size)):
+            if not 0 < value < inf:
+                raise ValueError(f"ftrl {key} must be > 0 and finite, got {value!r}")
+
+
+@dataclass(frozen=True)
 class AdamConfig:
     """Adam's settings.
 
@@ -28,6 +59,8 @@ class AdamConfig:
         weight_decay: each step multiplies a row by ``1 - lr * weight_decay`` beside its Adam step, >= 0 and at most
             1 / lr (decoupled decay, as in AdamW: arXiv 1711.05101, Algorithm 2, with the learning rate as in torch). It
             is not part of the gradient, so that no clip bounds it. In float32, a decay of a step below 6e-8 is lost.
+        wide: FTRL for the columns after ``clip_columns``, which then have neither L2 nor weight decay nor the learning
+            rate, and change in the batch's rows alone; None for Adam.
 
     Raises:
         ValueError: a value is out of range.
@@ -40,6 +73,7 @@ class AdamConfig:
     l2: float = 0.0
     absent_rows: Literal["lazy", "dense", "replay"] = "lazy"
     weight_decay: float = 0.0
+    wide: FtrlConfig | None = None
 
     def __post_init__(self) -> None:
         for key, value, fits in (
@@ -148,3 +182,35 @@ def adam_element(weight, first, second, gradient, constants, scalars, root, divi
     weight = weight - scalars.decay * weight
     weight = weight - divide(scalars.step_size * first, denominator)
     return weight, first, second
+
+
+class FtrlConstants(NamedTuple):
+    """Numbers of :class:`FtrlConfig`; ``alpha`` is that of a table."""
+
+    alpha: float
+    beta: float
+    batch_size: float
+
+
+def ftrl_constants(config: FtrlConfig | None) -> FtrlConstants:
+    """Constants of a configuration, in double; of None, some that no column uses."""
+    return FtrlConstants(config.alpha, config.beta, config.batch_size) if config else FtrlConstants(0.0, 1.0, 0.0)
+
+
+# Without annotations, as adam_element.
+def ftrl_element(weight, squares, gradient, alpha, constants, root, divide):  # type: ignore[no-untyped-def]
+    """Takes one FTRL step on one element, or on tensors of them; returns weight and sum of squared gradients after it.
+
+    Source: McMahan et al. 2013, Algorithm 1 with lambda_1 = lambda_2 = 0. Its weight is then ``-z * alpha / (beta +
+    sqrt(n))``, so that z need not be kept: ``z + g - sigma * w`` gives ``w - alpha * g / (beta + sqrt(n + g^2))``.
+
+    Args:
+        weight, squares: before the step.
+        gradient: of the mean loss, without L2 and not clipped.
+        alpha: that of the table.
+        constants: :class:`FtrlConstants`, in the precision of the weight.
+        root, divide: as in :func:`adam_element`.
+    """
+    gradient = constants.batch_size * gradient
+    squares = squares + gradient * gradient
+    return weight - divide(alpha * gradient, root(squares) + constants.beta), squares

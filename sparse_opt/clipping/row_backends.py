@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import adam_element, table_scalars
+from cowrec.sparse_opt.algorithm.adam import adam_element, ftrl_constants, ftrl_element, table_scalars
 from cowrec.sparse_opt.algorithm.clip import limits_of_norms, scales_of_norms
 from cowrec.sparse_opt.kernels.layout import (
     AdamRows,
@@ -164,7 +164,8 @@ class NumbaRows:
 
     def update(self, backward: LookupBackward, adam: AdamRows) -> None:
         numbers = (to_float32(adam.constants), to_float32(adam.scalars), adam.steps.lr_factors.numpy())
-        self._run(self._kernels.adam_rows, backward, to_numpy(adam.state), *numbers, to_numpy(adam.progress))
+        own = (adam.steps.adam_columns.numpy(), to_float32(adam.ftrl or ftrl_constants(None)))
+        self._run(self._kernels.adam_rows, backward, to_numpy(adam.state), *numbers, to_numpy(adam.progress), *own)
 
     def _run(self, kernel: Any, backward: LookupBackward, *arguments: Any) -> None:
         """Sums the rows' gradients, runs a kernel on them, in groups of tables, and records its ratios."""
@@ -210,15 +211,15 @@ class NumbaRows:
         """
         keys.sort()
         rows: Any = StaleRows(*self._replay_kernels.rows_of_keys(keys, self._numpy_layout))
-        lr_factors = adam.steps.lr_factors.numpy()
+        lr_factors, columns = adam.steps.lr_factors.numpy(), adam.steps.adam_columns.numpy()
         tuples = tuple(to_numpy(each) for each in (adam.state, adam.progress, adam.schedule))
         numbers = (to_float32(adam.constants), to_float32(adam.thresholds))
-        # The rows that a kernel takes together have one width and one rate.
-        kinds = sorted({*zip(self._numpy_layout.dim.tolist(), lr_factors.tolist(), strict=True)})
+        # The rows that a kernel takes together have one width and one rate. Columns under FTRL miss no step.
+        kinds = sorted({*zip(columns.tolist(), lr_factors.tolist(), strict=True)})
         for dim, lr_factor in kinds:
             same: Any = rows
             if len(kinds) > 1:
-                tables = (self._numpy_layout.dim == dim) & (lr_factors == np.float32(lr_factor))
+                tables = (columns == dim) & (lr_factors == np.float32(lr_factor))
                 same = StaleRows(*(each[tables[rows.table]] for each in rows))
             work = len(same.last) * adam.step - int(same.last.sum(dtype=np.int64))
             parts = threads_for(work) if len(same.last) else 0
@@ -286,7 +287,7 @@ class TritonRows:
             self._statistics.record_no_rows()
             return
         rows = self._rows(backward)
-        results = rows.update(self._clips, adam.state, adam.steps, adam.constants, replays=adam.replays)
+        results = rows.update(self._clips, adam.state, adam.steps, adam.constants, adam.ftrl, replays=adam.replays)
         self._statistics.record_on_device(results, rows)
 
     def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
@@ -401,15 +402,23 @@ class TorchRows:
             return
         sums = self.sum_rows(backward)
         decays = self._mark(sums, adam) if adam.replays else None
-        rows = self.row_gradients(sums)
+        rows, lr_factor = self.row_gradients(sums), adam.steps.lr_factors[sums.table][:, None]
+        exp_avg, exp_avg_sq = adam.state.exp_avg[rows.element], adam.state.exp_avg_sq[rows.element]
+        if adam.ftrl:
+            alpha = adam.ftrl.alpha * lr_factor
+            by_ftrl = ftrl_element(rows.weight, exp_avg_sq, rows.grad, alpha, adam.ftrl, exact_root, torch.div)
         rows.grad.add_(adam.constants.twice_l2 * rows.weight)
         self._clip(rows)
-        exp_avg, exp_avg_sq = adam.state.exp_avg[rows.element], adam.state.exp_avg_sq[rows.element]
         if decays is not None:
             exp_avg_sq *= decays[:, None]
-        own = table_scalars(adam.scalars, adam.steps.lr_factors[rows.table][:, None])
+        own = table_scalars(adam.scalars, lr_factor)
         moments = (exp_avg, exp_avg_sq, rows.grad)
         stepped = adam_element(rows.weight, *moments, adam.constants, own, exact_root, torch.div)
+        if adam.ftrl:
+            column, (weight, squares) = torch.arange(exp_avg.shape[1], device=exp_avg.device), by_ftrl
+            is_adams = column < adam.steps.adam_columns[rows.table][:, None]
+            pairs = zip(stepped, (weight, torch.zeros_like(weight), squares), strict=True)
+            stepped = tuple(torch.where(is_adams, *pair) for pair in pairs)
         for flat, value in zip(adam.state, stepped, strict=True):
             # Padding repeats a real row, whose elements are then written twice with the same values.
             flat[rows.element] = torch.where(rows.inside, value, value[:, :1]).to(flat.dtype)

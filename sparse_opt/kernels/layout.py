@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars
+from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars, FtrlConstants
 
 DECAY_INTERVAL = 32
 """Rows are checked for decay after steps that are multiples of it (see numba_replay.py)."""
@@ -125,7 +125,10 @@ class TableClips(NamedTuple):
 
 
 class AdamState(NamedTuple):
-    """Weights and moments of a lookup's tables, flat, in the same order; the moments in float32."""
+    """Weights and moments of a lookup's tables, flat, in the same order; the moments in float32.
+
+    ``exp_avg_sq`` of a weight under FTRL is its sum of squared gradients, and ``exp_avg`` stays 0.
+    """
 
     weights: Tensor
     exp_avg: Tensor
@@ -164,6 +167,8 @@ class DeviceSteps(NamedTuple):
         step_sizes, denominator_scales, decays: as in :class:`Schedule`.
         lr_factors: factor of each table's learning rate, float32 [tables].
         log_beta2: as in :class:`LastSteps`, float64 [1].
+        adam_columns: leading columns of each table that are under Adam and catch up; others are under FTRL; int64
+            [tables].
     """
 
     taken: Tensor
@@ -173,6 +178,7 @@ class DeviceSteps(NamedTuple):
     decays: Tensor
     lr_factors: Tensor
     log_beta2: Tensor
+    adam_columns: Tensor
 
 
 class RowResults(NamedTuple):
@@ -214,6 +220,7 @@ class AdamRows(NamedTuple):
         scalars: of that step.
         log_beta2: as in :class:`LastSteps`.
         clips_absent: whether L2's gradient of an absent row may exceed the row's limit.
+        ftrl: settings of the columns under FTRL; None if there are none.
     """
 
     state: AdamState
@@ -224,6 +231,7 @@ class AdamRows(NamedTuple):
     scalars: AdamScalars
     log_beta2: float
     clips_absent: bool
+    ftrl: FtrlConstants | None
 
     @property
     def replays(self) -> bool:

@@ -131,7 +131,7 @@ def _has_decayed(w, m, low, high, constants):
 
 @njit(nogil=True, cache=True)
 def replay_rows(part, parts, dim, lr_factor, rows, state, progress, schedule, constants, thresholds):
-    """Takes the missed steps of rows of width ``dim``, where no absent row can exceed its clip limit.
+    """Takes the missed steps of rows' leading ``dim`` columns, where no absent row can exceed its clip limit.
 
     The rows are sorted by their last steps; this call takes every ``parts``-th row, so that all calls have about as
     many steps to take, and processes its rows in blocks. A row enters its block's buffers at the first step that it
@@ -142,7 +142,7 @@ def replay_rows(part, parts, dim, lr_factor, rows, state, progress, schedule, co
         state: :class:`AdamState`, updated in place, as is ``progress.last_step``.
     """
     last_step, step = progress.last_step, progress.step
-    capacity = max(1, _ELEMENTS // dim)
+    capacity = max(1, _ELEMENTS // max(1, dim))
     elements = (capacity * dim + _VECTOR - 1) // _VECTOR * _VECTOR
     w, m, v = np.zeros(elements, np.float32), np.zeros(elements, np.float32), np.zeros(elements, np.float32)
     row_of_slot, block = np.empty(capacity, np.int64), capacity * parts

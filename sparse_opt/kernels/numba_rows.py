@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from cowrec.sparse_opt.algorithm.adam import adam_element, table_scalars
+from cowrec.sparse_opt.algorithm.adam import adam_element, ftrl_element, table_scalars
 
 from .layout import Blocks, LookupBags, to_numpy
 
@@ -305,6 +305,7 @@ def divide(numerator, denominator):
 
 
 step_of_element = njit(nogil=True, cache=True, inline="always")(adam_element)
+ftrl_of_element = njit(nogil=True, cache=True, inline="always")(ftrl_element)
 scalars_of_table = njit(nogil=True, cache=True, inline="always")(table_scalars)
 
 
@@ -339,8 +340,10 @@ def store_row(w, m, v, low, state, start, dim):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constants, scalars, lr_factors, progress):
-    """Takes Adam step ``progress.step`` on the distinct rows of some tables, in place.
+def adam_rows(
+    tables, distinct_rows, layout, bags, clips, ratios, state, constants, scalars, lr_factors, progress, columns, ftrl
+):  # fmt: skip
+    """Takes Adam step ``progress.step`` on the distinct rows of some tables, in place, and FTRL's after ``columns``.
 
     Where rows are replayed, writes their last steps; a decayed row (see numba_replay.py) first catches up the decay of
     its second moment.
@@ -352,7 +355,7 @@ def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constan
     g = np.empty(elements, np.float32)
     for k, t in enumerate(tables):
         dim, first, start, first_row = layout.dim[t], tops[k], layout.start[t], layout.first_row[t]
-        own = scalars_of_table(scalars, lr_factors[t])
+        own, alpha = scalars_of_table(scalars, lr_factors[t]), ftrl.alpha * lr_factors[t]
         for block in range(first, tops[k + 1], _ROWS):
             end = min(block + _ROWS, tops[k + 1])
             for u in range(block, end):
@@ -380,5 +383,12 @@ def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constan
             for i in range((end - block) * dim):
                 w[i], m[i], v[i] = step_of_element(w[i], m[i], v[i], g[i], constants, own, root, divide)
             for u in range(block, end):
-                store_row(w, m, v, (u - block) * dim, state, start + rows[u] * dim, dim)
+                low, row = (u - block) * dim, start + rows[u] * dim
+                for d in range(columns[t], dim):  # from the memory, which has no step of Adam yet
+                    weight, squares, gradient = state.weights[row + d], state.exp_avg_sq[row + d], sums[u, d]
+                    w[low + d], v[low + d] = ftrl_of_element(
+                        weight, squares, np.float32(gradient), alpha, ftrl, root, divide
+                    )
+                    m[low + d] = 0
+                store_row(w, m, v, low, state, row, dim)
         ratios.rows[t] = tops[k + 1] - first

@@ -43,7 +43,8 @@ def _replay_rows(
     first_row = tl.load(layout.first_row + table, mask=behind, other=0)
     lr_factor = tl.load(steps.lr_factors + table, mask=behind, other=0.0)
     start = tl.load(layout.start + table, mask=behind, other=0) + (row - first_row) * dim
-    inside = behind[:, None] & (column[None, :] < dim[:, None])
+    adam_columns = tl.load(steps.adam_columns + table, mask=behind, other=0)
+    inside = behind[:, None] & (column[None, :] < adam_columns[:, None])
     element = start[:, None] + column[None, :]
     w = tl.load(state.weights + element, mask=inside, other=0.0)
     m = tl.load(state.exp_avg + element, mask=inside, other=0.0)

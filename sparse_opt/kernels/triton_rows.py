@@ -18,7 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars, adam_element, table_scalars
+from cowrec.sparse_opt.algorithm.adam import (
+    AdamConstants,
+    AdamScalars,
+    FtrlConstants,
+    adam_element,
+    ftrl_constants,
+    ftrl_element,
+    table_scalars,
+)
 
 from .layout import AdamState, DeviceSteps, LookupBags, LookupLayout, RowResults, TableClips
 from .torch_rows import LookupIds
@@ -28,6 +36,7 @@ MOST_PROGRAMS = 1 << 16
 
 # Triton looks its language up in a function's globals, and algorithm/adam.py must not import Triton.
 step_of_element = triton.jit(FunctionType(adam_element.__code__, globals()))
+ftrl_of_element = triton.jit(FunctionType(ftrl_element.__code__, globals()))
 scalars_of_table = triton.jit(FunctionType(table_scalars.__code__, globals()))
 
 
@@ -431,9 +440,9 @@ def _clip(w, g, inside, occurrences, table, exists, clips, column):
 
 @triton.jit(do_not_specialize=["count"])
 def _update(
-    ids, count, output, layout, partial, clips, state, steps, results, constants,
+    ids, count, output, layout, partial, clips, state, steps, results, constants, ftrl,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
-    REPLAYS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, IDS: tl.constexpr,
+    REPLAYS: tl.constexpr, HAS_FTRL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     step = tl.load(steps.taken)
@@ -445,6 +454,7 @@ def _update(
         w = tl.load(state.weights + element, mask=inside, other=0.0)
         m = tl.load(state.exp_avg + element, mask=inside, other=0.0)
         v = tl.load(state.exp_avg_sq + element, mask=inside, other=0.0)
+        weight, squares = w, v
         if REPLAYS:
             last = tl.load(steps.last_step + row, mask=exists, other=step)
             missed = tl.where(last < 0, step - 1 - (-last - 1), 0)
@@ -459,8 +469,14 @@ def _update(
         g = tl.where(measured, g * factor[:, None], g)
         tl.store(results.ratio + u, ratio, mask=exists)
         tl.store(results.table + u, table.to(tl.int32), mask=exists)
-        scalars = scalars_of_rows(steps, step - 1, tl.load(steps.lr_factors + table, mask=exists, other=0.0))
+        lr_factor = tl.load(steps.lr_factors + table, mask=exists, other=0.0)
+        scalars = scalars_of_rows(steps, step - 1, lr_factor)
         w, m, v = step_of_element(w, m, v, g, constants, scalars, root, divide)
+        if HAS_FTRL:
+            adam = column[None, :] < tl.load(steps.adam_columns + table, mask=exists, other=0)[:, None]
+            alpha = (ftrl.alpha * lr_factor)[:, None]
+            weight, squares = ftrl_of_element(weight, squares, sums.to(tl.float32), alpha, ftrl, root, divide)
+            w, m, v = tl.where(adam, w, weight), tl.where(adam, m, 0.0), tl.where(adam, v, squares)
         tl.store(state.weights + element, w, mask=inside)
         tl.store(state.exp_avg + element, m, mask=inside)
         tl.store(state.exp_avg_sq + element, v, mask=inside)
@@ -575,15 +591,22 @@ class DeviceRows:
             sum_groups[(groups,)](ids, self._count, layout, self._partial, **grouped, **of_blocks)
 
     def update(
-        self, clips: TableClips, state: AdamState, steps: DeviceSteps, constants: AdamConstants, *, replays: bool
+        self,
+        clips: TableClips,
+        state: AdamState,
+        steps: DeviceSteps,
+        constants: AdamConstants,
+        ftrl: FtrlConstants | None = None,
+        *,
+        replays: bool,
     ) -> RowResults:
-        """Adds L2, clips and takes the Adam step ``steps.taken`` on the rows, in place; weights float32.
+        """Adds L2, clips and takes the step ``steps.taken`` of Adam, or FTRL, on the rows, in place; weights float32.
 
         Under replay, the rows' last steps are written, and decayed rows catch up the decay of their second moments.
         """
         results = self._results()
-        arguments = (*self._arguments, clips, state, steps, results, constants)
-        _update[self._grid](*arguments, REPLAYS=replays, **self._options)
+        arguments = (*self._arguments, clips, state, steps, results, constants, ftrl or ftrl_constants(None))
+        _update[self._grid](*arguments, REPLAYS=replays, HAS_FTRL=ftrl is not None, **self._options)
         return results
 
     def factors(self, clips: TableClips, weights: Tensor) -> tuple[Tensor, RowResults]:

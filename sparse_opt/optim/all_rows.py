@@ -7,12 +7,21 @@ its width.
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants, adam_element, table_scalars
+from cowrec.sparse_opt.algorithm.adam import (
+    AdamConfig,
+    AdamScalars,
+    adam_constants,
+    adam_element,
+    ftrl_constants,
+    ftrl_element,
+    table_scalars,
+)
 from cowrec.sparse_opt.algorithm.clip import RowLimit, limits_of_norms, row_norms, scales_of_norms
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.kernels.layout import AdamState, LookupBackward, to_float32
@@ -31,7 +40,7 @@ def update_all_rows(
 ) -> None:
     """Takes a step on every table of a lookup, in place, some of its rows at a time.
 
-    The learning rate of a table is that of the scalars times its factor, float32 [tables] on the CPU.
+    The learning rate of a table, and alpha, is that of the settings times its factor, float32 [tables] on the CPU.
     """
     batch_rows, rows = None, clipped.in_torch
     if backward.bags.indices.numel() or rows.gathers_rows:
@@ -41,10 +50,12 @@ def update_all_rows(
         _record_clips(clipped, replace(batch_rows, grad=batch_rows.grad + 2 * config.l2 * batch_rows.weight), norms)
     for table, (shard, lr_factor) in enumerate(zip(clipped.lookup.shards, lr_factors.tolist(), strict=True)):
         own = AdamScalars(*map(float, table_scalars(to_float32(scalars), np.float32(lr_factor))))
+        alpha = float(to_float32(ftrl_constants(config.wide)).alpha * np.float32(lr_factor))
         limit, columns = clipped.limits.per_table[table], clipped.limits.columns[table]
         row_norms = norms[table].expand(2, shard.rows).split(_ROWS_AT_ONCE, dim=1) if norms else repeat(None)
         for part, part_norms in zip(_parts(clipped, state, table, batch_rows), row_norms, strict=False):
-            dense_adam_(*part, limit=limit, clip_columns=columns, config=config, scalars=own, norms=part_norms)
+            given: Any = {"limit": limit, "clip_columns": columns, "norms": part_norms}
+            dense_adam_(*part, config=config, scalars=own, alpha=alpha, **given)
 
 
 def _norms_beyond_rows(
@@ -102,6 +113,7 @@ def dense_adam_(
     clip_columns: int,
     config: AdamConfig,
     scalars: AdamScalars,
+    alpha: float = 0.0,
     norms: Tensor | None = None,
 ) -> None:
     """Takes one step on a complete table, in place: adds L2 to the gradient, clips it, updates moments and weights.
@@ -114,13 +126,14 @@ def dense_adam_(
         grad: gradient of the mean loss over the global batch, without L2, float [V, D]; zero in absent rows.
         counts: occurrences of each row in the global batch, int [V]; 1 for absent rows.
         limit: limit of the clip rule.
-        clip_columns: leading columns that are measured and clipped; the others are only regularised.
+        clip_columns: leading columns that are measured and clipped; the others are only regularised, or under FTRL.
         config: Adam's settings.
         scalars: scalars of this step.
+        alpha: FTRL's, of this table.
         norms: norms of gradients and weights that the limit applies to, float32 [2, V]; None to measure each row's
             clipped columns. Needed where a norm includes other rows or columns; see :func:`row_squares`.
     """
-    constants, values = adam_constants(config), _at_least_float32(weights)
+    constants, values, own_grad = adam_constants(config), _at_least_float32(weights), grad
     grad = grad + constants.twice_l2 * values
     clipped, unclipped = grad[:, :clip_columns], grad[:, clip_columns:]
     if norms is None:
@@ -136,6 +149,12 @@ def dense_adam_(
         exact_root,
         torch.div,
     )
+    if config.wide:
+        weight, squares, own_grad = (each[:, clip_columns:] for each in (values, exp_avg_sq, own_grad))
+        numbers = (alpha, ftrl_constants(config.wide))
+        weight, squares = ftrl_element(weight, squares, own_grad, *numbers, exact_root, torch.div)
+        for whole, part in zip(stepped, (weight, torch.zeros_like(weight), squares), strict=True):
+            whole[:, clip_columns:] = part
     for state, stepped_value in zip((weights, exp_avg, exp_avg_sq), stepped, strict=True):
         state.copy_(stepped_value)
 

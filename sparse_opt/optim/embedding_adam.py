@@ -48,7 +48,7 @@ class EmbeddingAdam(FusedOptimizer):
     The state of a table, by its weight's path, is ``exp_avg`` and ``exp_avg_sq``, float32, sharded like the weight, and
     ``step``, int64 []. Taking it brings all rows up to date first, so that it does not matter whether this state or the
     model's is taken first, or loaded first. The tensors share the optimizer's memory. All ranks must take and load it
-    together.
+    together. Of weights under FTRL, ``exp_avg_sq`` is the sum of squared gradients, and ``exp_avg`` 0.
 
     A collection takes a step in each of its backward passes; collections may take different numbers of steps. If an
     exception interrupts a backward pass, tables that others have left behind take that step without the batch's
@@ -64,7 +64,8 @@ class EmbeddingAdam(FusedOptimizer):
         rule: clip rule, or rules of tables, as in :func:`attach_cowclip`; none by default.
         exclude: tables left unclipped (they are trained).
         clip_columns: leading columns that are measured and clipped, for all tables or by name; bags may be of any kind.
-        lr_factors: by table, a factor of the learning rate in ``param_groups``, hence also of weight decay.
+        lr_factors: by table, a factor of the learning rate in ``param_groups``, hence also of weight decay, and of
+            FTRL's alpha.
         grad_scaler: as in :func:`attach_cowclip`; a gradient of zeros takes a step too.
 
     Attributes:
@@ -73,8 +74,8 @@ class EmbeddingAdam(FusedOptimizer):
         collections: Adam on the lookups of each sharded collection.
 
     Raises:
-        ValueError: as :func:`attach_cowclip`, a table has another fused optimizer or cannot be replayed, or the rule
-            bounds more than a row under "replay".
+        ValueError: as :func:`attach_cowclip`, a table has another fused optimizer or cannot be replayed, the rule
+            bounds more than a row under "replay", or FTRL has no columns.
     """
 
     def __init__(
@@ -88,6 +89,11 @@ class EmbeddingAdam(FusedOptimizer):
         lr_factors: Mapping[str, float] | None = None,
         grad_scaler: GradScaler | None = None,
     ):
+        if config.wide and clip_columns is None:
+            raise ValueError(
+                "AdamConfig.wide is FTRL for the columns after clip_columns, but clip_columns is None; give the number"
+                " of leading columns that stay under Adam"
+            )
         self.config, self.rule = config, NoClip() if rule is None else rule
         self._rules_of = partial(table_rules, model, exclude=exclude)
         self._rules, self._lr_factors = self._rules_of(self.rule), _factors_of_tables(model, lr_factors)
@@ -201,7 +207,7 @@ class EmbeddingAdam(FusedOptimizer):
         Before :meth:`load_state_dict`, repeat the calls of the steps to load, with ``after``.
 
         Args:
-            config: settings; ``absent_rows`` and ``adam_epsilon`` must be the earlier ones.
+            config: settings; ``absent_rows`` and ``adam_epsilon`` must be the earlier ones, and FTRL stays or not.
             rule: clip rules of the earlier kinds, with other values; by default the earlier ones.
             after: step after which they hold; by default the latest.
 
@@ -213,6 +219,7 @@ class EmbeddingAdam(FusedOptimizer):
         for what, now, given in (
             ("absent_rows", self.config.absent_rows, config.absent_rows),
             ("adam_epsilon", self.config.adam_epsilon, config.adam_epsilon),
+            ("FTRL of wide columns", self.config.wide is not None, config.wide is not None),
             ("the clip rule", self._rules.kinds, rules.kinds),
         ):
             if now != given:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants
+from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants, ftrl_constants
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.handle import Forward, Inputs, LossScale, run_in_backward
 from cowrec.sparse_opt.kernels.layout import (
@@ -78,6 +78,8 @@ class LookupAdam:
         self.exp_avg, self.exp_avg_sq = self.lookup.zeros_of_weights(), self.lookup.zeros_of_weights()
         self._lr_factors = torch.tensor([lr_factors.get(shard.name, 1.0) for shard in shards], dtype=torch.float32)
         self._lr_factors_here = self._lr_factors.to(weights.device)
+        columns = clipped.limits.columns if config.wide else [shard.embedding_dim for shard in shards]
+        self._adam_columns = torch.tensor(columns, device=weights.device)
         rows = sum(shard.rows for shard in shards) if self.replays else 0
         self.last_step = torch.zeros(rows, dtype=torch.int32, device=weights.device)
         self._step, self._taken = 0, torch.zeros(1, dtype=torch.int32, device=weights.device)
@@ -89,6 +91,7 @@ class LookupAdam:
     def reconfigure(self, config: AdamConfig) -> None:
         """Changes the settings of the coming steps, under the lookup's present limits. No row may be behind."""
         self._config, self._constants = config, adam_constants(config)
+        self._ftrl = ftrl_constants(config.wide) if config.wide else None
         self._log_beta2 = log_beta2(config)
         self._log_beta2_here.fill_(self._log_beta2)
         limits = self.clipped.limits.per_table
@@ -117,11 +120,11 @@ class LookupAdam:
 
     @property
     def _device_steps(self) -> DeviceSteps:
-        numbers = (*self._history.schedule, self._lr_factors_here, self._log_beta2_here)
+        numbers = (*self._history.schedule, self._lr_factors_here, self._log_beta2_here, self._adam_columns)
         return DeviceSteps(self._taken, self.last_step, *numbers)
 
     def _rows(self, scalars: AdamScalars = _NO_SCALARS) -> AdamRows:
-        numbers = (self._step, scalars, self._log_beta2, self._clips_absent)
+        numbers = (self._step, scalars, self._log_beta2, self._clips_absent, self._ftrl)
         return AdamRows(self.state, self._constants, self._thresholds, self._device_steps, *numbers)
 
     def look_up(self, lr: Callable[[], float], loss_scale: LossScale, forward: Forward, inputs: Inputs) -> Tensor:
@@ -210,7 +213,8 @@ class LookupAdam:
             return
         self.catch_up_all()
         for table in range(len(self.lookup.shards)):
-            second = self.lookup.view_of(self.exp_avg_sq, table).split(_ROWS_AT_ONCE)
+            columns = int(self._adam_columns[table])
+            second = self.lookup.view_of(self.exp_avg_sq, table)[:, :columns].split(_ROWS_AT_ONCE)
             for last, part in zip(self.last_step_of(table).split(_ROWS_AT_ONCE), second, strict=True):
                 part.mul_(missed_decay(last, self._step, self._log_beta2)[:, None])
                 last.fill_(self._step)

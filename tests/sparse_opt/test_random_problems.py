@@ -20,7 +20,7 @@ OPPOSITE = Collection(
     )
 )
 EDGES = {
-    1: [],
+    1: [Problem((FEW_IDS,), optimizer="replay", l2=1e-3, clip_columns=5, wide=(0.1, 1.0), steps=9)],
     # Rank 1 has no id of its rows, which begin at 500, or no row of a table; under rules that need norms of all ranks.
     # In the last the ranks would exchange the norms of sums and means in opposite orders.
     2: [
@@ -30,6 +30,7 @@ EDGES = {
         Problem((NO_ROW,), world=2, rule=("adaptive_field", {"r": 0.5, "zeta": 1e-3}), optimizer="dense", l2=3e-3),
         Problem((NO_ROW,), world=2, rule=("global", {"max_norm": 0.4}), optimizer="lazy"),
         Problem((OPPOSITE,), world=2, rule=("cowclip", {"r": 1.0, "zeta": 1e-3})),
+        Problem((NO_ROW,), world=2, optimizer="replay", l2=1e-3, clip_columns=5, wide=(0.1, 1.0), steps=9),
     ],
 }
 

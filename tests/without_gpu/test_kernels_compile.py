@@ -22,7 +22,7 @@ from triton import knobs
 from ahead_of_time import Launch, recorded_launches
 from cowrec.models import triton_layers
 from cowrec.models.triton_layers import features_backward_on_device, features_on_device, relu_backward_on_device
-from cowrec.sparse_opt.algorithm.adam import AdamConfig, adam_constants
+from cowrec.sparse_opt.algorithm.adam import AdamConfig, FtrlConstants, adam_constants
 from cowrec.sparse_opt.kernels import triton_rows
 from cowrec.sparse_opt.kernels.layout import (
     AdamState,
@@ -102,7 +102,8 @@ def launch(variant: Variant) -> None:
     state = AdamState(*(variant.tensor(size) for _ in range(3)))
     last_step = variant.tensor(tables * ROWS_OF_TABLE, dtype=torch.int32)
     taken, log_beta2 = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
-    steps = DeviceSteps(taken, last_step, *(variant.tensor(1024) for _ in range(3)), variant.tensor(tables), log_beta2)
+    numbers = (*(variant.tensor(1024) for _ in range(3)), variant.tensor(tables), log_beta2, per_table)
+    steps = DeviceSteps(taken, last_step, *numbers)
     constants = adam_constants(AdamConfig(l2=variant.l2, weight_decay=variant.weight_decay))
 
     indices, offsets = (variant.tensor(n, dtype=variant.ids) for n in (count, count + 1))
@@ -117,7 +118,8 @@ def launch(variant: Variant) -> None:
     output_grad = variant.tensor(variant.batch, tables * variant.width, dtype=variant.grad)
     rows = DeviceRows(layout, ids, id_weights, output_grad)
     for replays in (False, True):
-        results = rows.update(clips, state, steps, constants, replays=replays)
+        ftrl = FtrlConstants(0.1, 1.0, 64.0) if replays else None
+        results = rows.update(clips, state, steps, constants, ftrl, replays=replays)
     rows.factors(clips, state.weights)
     rows.written(clips, state.weights, 2e-4)
     rows.sums()

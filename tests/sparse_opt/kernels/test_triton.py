@@ -48,13 +48,14 @@ ROWS, DIM = 45, 12
 R, ZETA = 0.5, 1e-4
 TABLES = (Table(20, 8, ("a",)), Table(5, 4, ("b",)), Table(60, 12, ("c", "d")))
 COWCLIP = ("cowclip", {"r": R, "zeta": ZETA})
+FTRL: dict[str, Any] = {"wide": (0.1, 1.0), "lr_factors": ((0, 2, 0.3),)}
 FUSED: dict[str, Any] = {"optimizer": "rowwise_adagrad", "rule": COWCLIP, "exclude": ((0, 1),)}
 IDS, BATCHES = Collection(TABLES, weighted=True, max_ids=4), Collection(TABLES, max_ids=4, variable_batch=True)
 SEQUENCES = Collection(tuple(Table(rows, 8, (name,)) for rows, name in ((20, "a"), (60, "b"))), sequence=True)
 TRAININGS = [
     drawing.Problem((collection,), steps=4, pass_size=16, **settings)
     for collection, settings in (
-        (IDS, {"optimizer": "replay", "rule": COWCLIP, "l2": 1e-2, "weight_decay": 0.1, "clip_columns": 3}),
+        (IDS, {"optimizer": "replay", "rule": COWCLIP, "l2": 1e-2, "weight_decay": 0.1, "clip_columns": 3} | FTRL),
         (BATCHES, {"optimizer": "lazy", "rule": COWCLIP, "exclude": ((0, 1),), "lr_factors": ((0, 0, 0.3),)}),
         (SEQUENCES, {"optimizer": "replay", "rule": ("constant", {"max_norm": 1e-6}), "idle": (0,)}),
         (IDS, FUSED),
@@ -115,7 +116,8 @@ def compare_replay(config: AdamConfig, clipped: bool, device: torch.device, *, s
         replay_rows(*arguments)
 
     taken, log_beta2 = torch.tensor([steps], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
-    on_steps = DeviceSteps(taken, progress.last_step, *history.schedule, torch.tensor([LR_FACTOR]), log_beta2)
+    numbers = (*history.schedule, torch.tensor([LR_FACTOR]), log_beta2, one * DIM)
+    on_steps = DeviceSteps(taken, progress.last_step, *numbers)
     layout, clips, on_device, on_steps, row = (
         copied(each, device) if isinstance(each, tuple) else each.to(device)
         for each in (layout, clips, state, on_steps, row)
@@ -235,7 +237,7 @@ def compare_far() -> None:
             last = torch.from_file(f"{folder}/last{rows}", shared=True, size=rows, dtype=torch.int32)
             last[first:] = torch.arange(near_rows)
             taken, log_beta2 = torch.tensor([19], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
-            steps = DeviceSteps(taken, last, *history.schedule, torch.ones(1), log_beta2)
+            steps = DeviceSteps(taken, last, *history.schedule, torch.ones(1), log_beta2, one * DIM)
             clips = TableClips(one * DIM, torch.tensor([0.5]), torch.tensor([1e-9]), torch.tensor([True]))
             bags = BagsOfLookup([0], [DIM], torch.device("cpu"))
             of_batch = bags.of({"indices": indices + first, "offsets": torch.arange(len(indices) + 1)})

@@ -18,7 +18,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from cowrec.sparse_opt import AdamConfig, ClipRule, ConstantClip, CowClip, EmbeddingAdam, NoClip, ReferenceCowClip
+from cowrec.sparse_opt import (
+    AdamConfig,
+    ClipRule,
+    ConstantClip,
+    CowClip,
+    EmbeddingAdam,
+    FtrlConfig,
+    NoClip,
+    ReferenceCowClip,
+)
 from process_groups import in_processes, process_group
 from random_problems.drawing import Problem, small_problem
 from random_problems.training import assert_equal, batch_of, gathered, sharded_model, state_of
@@ -140,6 +149,12 @@ STREAMS = {
     "no floor, unusual betas": Stream(adam=AdamConfig(lr=1e-3, l2=1e-2, betas=(0.0, 0.0)), rule=CowClip(1.0, 0.0)),
     "no clip, no L2": Stream(adam=AdamConfig(lr=1e-2), rule=NoClip()),
     "weight decay": Stream(adam=AdamConfig(lr=1e-2, weight_decay=0.5), rule=NoClip(), gradients=1.0, steps=800),
+    "FTRL": Stream(
+        adam=AdamConfig(lr=1e-2, weight_decay=0.5, wide=FtrlConfig(0.3, 1e-2, batch_size=8)),
+        lr_factors={"t0": 0.25},
+        gradients=1.0,
+        read_at=(320, 321),
+    ),
     "paper": Stream(
         adam=AdamConfig(lr=1e-4, l2=1e-5, eps=1e-7, adam_epsilon="keras"),
         rule=ReferenceCowClip(1.0, 1e-5),
@@ -183,7 +198,7 @@ def test_rows_that_recur_after_many_steps(longest: int, rows: int) -> None:
     assert abs(dense[steps]["t2.weight"][decayed]).max() < 1e-11
 
 
-@pytest.mark.parametrize("name", ["paper", "weight decay", "weight decay and L2, a rate for each table"])
+@pytest.mark.parametrize("name", ["paper", "FTRL", "weight decay", "weight decay and L2, a rate for each table"])
 def test_bit_identical_while_no_row_has_decayed(name: str) -> None:
     """Under weight decay without L2 for good, since rows then go on step by step once their first moments are zero."""
     dense, _ = dense_oracle(name)
@@ -199,7 +214,7 @@ def test_two_processes(tmp_path: Path) -> None:
 
 def _two_processes(rank: int, folder: str) -> None:
     """Rows decay before they occur again in step 70."""
-    adam = AdamConfig(lr=1e-2, l2=1e-3, betas=(0.5, 0.9), eps=1e-4, adam_epsilon="keras")
+    adam = AdamConfig(lr=1e-2, l2=1e-3, betas=(0.5, 0.9), eps=1e-4, adam_epsilon="keras", wide=FtrlConfig(0.1))
     common = replace(STREAMS["clip binds"], adam=adam, periods=(1, 5, 17, 70, 0), steps=75, read_at=(40,))
     with process_group(rank, 2, folder):
         for sharding in ("row_wise", "table_wise,column_wise,data_parallel"):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from torch import nn
 
-from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam
+from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam, FtrlConfig
 from random_problems.drawing import small_problem
 from random_problems.in_loops import row_gradients
-from random_problems.training import assert_equal, batches_of, sharded_model, state_of
+from random_problems.training import assert_equal, batch_of, batches_of, sharded_model, state_of
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
@@ -105,8 +105,45 @@ def test_what_cannot_change_is_refused() -> None:
     for given, rule, message in (
         (replace(config, absent_rows="lazy"), None, "absent_rows cannot change from 'replay' to 'lazy'"),
         (replace(config, adam_epsilon="keras"), None, "adam_epsilon cannot change"),
+        (replace(config, wide=FtrlConfig(0.1)), None, "FTRL of wide columns cannot change from False to True"),
         (config, CowClip(1.0, 1e-5), "the clip rule cannot change from 'constant' to 'cowclip'"),
     ):
         with pytest.raises(ValueError, match=message):
             optimizer.reconfigure(given, rule)
     assert optimizer.config == config
+
+
+def test_ftrl_needs_columns_and_values_in_range() -> None:
+    with pytest.raises(ValueError, match=r"FTRL for the columns after clip_columns, but clip_columns is None; give"):
+        EmbeddingAdam(sharded_model(CASE), replace(STAGES[0][0], wide=FtrlConfig(0.1)))
+    with pytest.raises(ValueError, match=r"ftrl beta must be > 0 and finite, got 0"):
+        FtrlConfig(0.1, 0.0)
+
+
+def test_ftrl_moves_weights_alike_in_all_batch_sizes() -> None:
+    """A row that occurs once in a batch gets the same steps from batches of 8 and of 4 samples."""
+    moved = []
+    for problem in (CASE, replace(CASE, pass_size=4)):
+        model = sharded_model(problem)
+        config = AdamConfig(wide=FtrlConfig(0.1, 1e-2, batch_size=problem.batch))
+        optimizer = EmbeddingAdam(model, config, clip_columns=2)
+        before = state_of(model)
+        for step in range(20):
+            drawn = {
+                name: [
+                    (np.full(int(sample == 0), 3), np.ones(int(sample == 0), np.float32))
+                    for sample in range(problem.batch)
+                ]
+                for name in ("a", "b")
+            }
+            rng = np.random.default_rng(step)
+            drawn |= {
+                f"target {name}": np.repeat(rng.normal(size=(1, 4)).astype(np.float32), problem.batch, 0)
+                for name in ("a", "b")
+            }
+            model(batch_of(problem, [drawn], 0, problem.batch))[0].backward()
+        moved.append({key: value - before[key] for key, value in state_of(model).items()})
+        optimizer.remove()
+    for key, value in moved[0].items():
+        np.testing.assert_allclose(value[:, 2:], moved[1][key][:, 2:], rtol=1e-5)
+        assert abs(value[3, 2:]).min() > 0

@@ -99,6 +99,7 @@ class Problem:
     adam_epsilon: str = "torch"
     l2: float = 0.0
     weight_decay: float = 0.0
+    wide: tuple[float, float] | None = None  # (alpha, beta) of FTRL, for the columns that are not clipped
     rule: Rule = field(default_factory=lambda: ("none", {}))
     own_rules: tuple[tuple[int, int, Rule], ...] = ()  # (collection, table, rule), of the scope of the common rule
     exclude: tuple[tuple[int, int], ...] = ()  # (collection, table)
@@ -315,6 +316,9 @@ def problems(draw: st.DrawFn, world: int) -> Problem:
         of_tables = st.tuples(st.sampled_from(names), st.sampled_from([0.0, 0.3, 3.0]))
         drawn = dict(draw(st.lists(of_tables, max_size=2))) if draw(st.booleans()) else {}
         adam["lr_factors"] = tuple((c, t, factor) for (c, t), factor in drawn.items())
+    clip_columns = draw(_clip_columns(collections, optimizer, single))
+    if optimizer in ADAM and clip_columns is not None and draw(st.booleans()):
+        adam["wide"] = draw(st.sampled_from([(0.1, 1.0), (1.0, 1e-2)]))
     return Problem(
         collections=tuple(collections),
         world=world,
@@ -328,7 +332,7 @@ def problems(draw: st.DrawFn, world: int) -> Problem:
         rule=rule,
         own_rules=tuple(own_rules),
         exclude=tuple(exclude),
-        clip_columns=draw(_clip_columns(collections, optimizer, single)),
+        clip_columns=clip_columns,
         single_id_bags=single,
         pipelined=draw(st.booleans()) and not _vary(collections),
         reads=draw(st.booleans()),

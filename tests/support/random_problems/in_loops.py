@@ -80,6 +80,9 @@ class _Loops:
         self._names = {(c, t): f"c{c}.t{t}" for c, t, _ in problem.tables()}
         initial = problem.initial()
         self._tables = {(c, t): initial[c][t].astype(np.float64) for c, t, _ in problem.tables()}
+        # z of FTRL times alpha, with which it has the initial weight.
+        beta = problem.wide[1] if problem.wide else 0.0
+        self._ftrl = {key: -beta * table for key, table in self._tables.items()}
         self._moments = {key: [np.zeros_like(table), np.zeros_like(table)] for key, table in self._tables.items()}
         self.rows = dict.fromkeys(self._names.values(), 0)
         self.clipped = dict.fromkeys(self._names.values(), (0, 0))
@@ -121,12 +124,15 @@ class _Loops:
             moved[key] = counts[key] > 0
             if problem.optimizer in ("dense", "replay"):
                 moved[key] = np.ones(len(weights), bool)
-            grads[key][moved[key]] += 2 * problem.l2 * weights[moved[key]]
+            regularised = slice(problem.columns(*key) if problem.wide else None)
+            grads[key][moved[key], regularised] += 2 * problem.l2 * weights[moved[key], regularised]
             grads[key] = self._rounded(grads[key])
         factors = self._factors(grads, counts, moved)
         for key, weights in self._tables.items():
             columns = problem.columns(*key)
             grads[key][:, :columns] *= factors[key][:, None]
+            if problem.wide:
+                self._update_wide(key, weights[:, columns:], grads[key][:, columns:])
             self._update(key, step, weights, grads[key], moved[key])
             dtype = problem.collections[key[0]].tables[key[1]].dtype
             weights[moved[key]] = self._rounded(weights[moved[key]], dtype)
@@ -180,6 +186,8 @@ class _Loops:
         self, key: tuple[int, int], step: int, weights: np.ndarray, grad: np.ndarray, moved: np.ndarray
     ) -> None:
         problem, (first, second) = self.problem, self._moments[key]
+        if problem.wide:
+            weights, grad, first, second = (each[:, : problem.columns(*key)] for each in (weights, grad, first, second))
         if problem.optimizer == "sgd":
             weights -= problem.lr * grad
         elif problem.is_adam:
@@ -204,3 +212,16 @@ class _Loops:
                     part[:] = part.mean(1, keepdims=True)
             first[:] = self._rounded(first + squares)
             weights -= self._rounded(problem.lr * grad / (np.sqrt(first) + problem.eps))
+
+    def _update_wide(self, key: tuple[int, int], weights: np.ndarray, grad: np.ndarray) -> None:
+        """FTRL-Proximal of McMahan et al. 2013, Algorithm 1, with lambda_1 = lambda_2 = 0, on the sum of the losses."""
+        assert self.problem.wide
+        alpha, beta = self.problem.wide
+        alpha *= self.problem.lr_factor(*key)
+        columns, grad = slice(self.problem.columns(*key), None), grad * self.problem.batch
+        scaled_z, n = self._ftrl[key][:, columns], self._moments[key][1][:, columns]
+        scaled_sigma = np.sqrt(n + grad**2) - np.sqrt(n)
+        scaled_z += alpha * grad - scaled_sigma * weights
+        n[:] = self._rounded(n + grad**2)
+        moved = (grad != 0).any(1)
+        weights[moved] = self._rounded(-scaled_z / (beta + np.sqrt(n)))[moved]

@@ -43,7 +43,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from cowrec.sparse_opt import CLIP_RULES, AdamConfig, ClipRule, EmbeddingAdam, attach_cowclip
+from cowrec.sparse_opt import CLIP_RULES, AdamConfig, ClipRule, EmbeddingAdam, FtrlConfig, attach_cowclip
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.row_backends import TritonRows
 from process_groups import process_group, start_in_processes
@@ -243,6 +243,7 @@ def attached(problem: Problem, model: nn.Module) -> Any:
     if problem.is_adam:
         settings: dict[str, Any] = {"adam_epsilon": problem.adam_epsilon, "absent_rows": problem.optimizer}
         settings["weight_decay"] = problem.weight_decay
+        settings["wide"] = FtrlConfig(*problem.wide, problem.batch) if problem.wide else None
         config = AdamConfig(problem.lr, problem.betas, problem.eps, l2=problem.l2, **settings)
         lr_factors = {problem.name(c, t): factor for c, t, factor in problem.lr_factors}
         return EmbeddingAdam(model, config, rule, lr_factors=lr_factors, **common)
