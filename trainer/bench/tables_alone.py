@@ -71,7 +71,7 @@ def measure_tables(config: RunConfig, rows: Sequence[int], seconds: float) -> It
                   for key, each in zip(_KEYS, rows, strict=True)]  # fmt: skip
         plan = RunPlan.of(config, Schema(MODEL, (), (), {}), process, bags=tables)
         model = shard(_PooledRows(tables), plan)
-        EmbeddingAdam(model, adam_config(config, plan.scaled.hyperparameters), plan.scaled.clip)
+        EmbeddingAdam(model, adam_config(config, plan.scaled), plan.scaled.clip)
         coming = cycle(batches)
 
         def step() -> None:

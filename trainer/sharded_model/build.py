@@ -31,7 +31,7 @@ from cowrec.trainer.config.checks import hint
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import OptimizerConfig
 
-from .run_plan import RunPlan
+from .run_plan import RunPlan, Scaled
 from .sharding import sharding_plan
 from .tables import by_table, fill_tables, require_tables
 from .task import MeanLoss, TrainTask
@@ -203,7 +203,7 @@ def embedding_optimizer(plan: RunPlan, model: nn.Module) -> EmbeddingAdam | Look
     config, hyperparameters, rule = plan.config, plan.scaled.hyperparameters, plan.scaled.clip
     columns = {spec.name: spec.embedding_dim for spec in plan.tables}
     if config.optimizer.embedding == "adam":
-        adam, factors = adam_config(config, hyperparameters), by_table(config.optimizer.embedding_lr_factors)
+        adam, factors = adam_config(config, plan.scaled), by_table(config.optimizer.embedding_lr_factors)
         return EmbeddingAdam(model, adam, rule, clip_columns=columns, lr_factors=factors)
     if config.clip.rule == "none" and hyperparameters.l2 == 0:
         return None
@@ -217,8 +217,9 @@ def embedding_optimizer(plan: RunPlan, model: nn.Module) -> EmbeddingAdam | Look
     return attach_cowclip(model, rule, clip_columns=columns, single_id_bags=True, l2=hyperparameters.l2)
 
 
-def adam_config(config: RunConfig, hyperparameters: Hyperparameters) -> AdamConfig:
-    """Settings of the tables' Adam with scaled hyperparameters."""
+def adam_config(config: RunConfig, scaled: Scaled) -> AdamConfig:
+    """Settings of the tables' Adam with scaled values."""
+    hyperparameters = scaled.hyperparameters
     return AdamConfig(
         lr=hyperparameters.embedding_lr,
         betas=hyperparameters.betas,
@@ -227,6 +228,7 @@ def adam_config(config: RunConfig, hyperparameters: Hyperparameters) -> AdamConf
         l2=hyperparameters.l2,
         weight_decay=hyperparameters.weight_decay,
         absent_rows=config.optimizer.absent_rows or "replay",
+        wide=scaled.wide,
     )
 
 

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.reading.order import GlobalBatches
-from cowrec.sparse_opt import ClipRule, Hyperparameters, scale_clip, scale_hyperparameters
+from cowrec.sparse_opt import ClipRule, FtrlConfig, Hyperparameters, scale_clip, scale_hyperparameters
 from cowrec.sparse_opt.algorithm.scaling import EmbeddingOptimizer
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import LrDecay, OptimizerConfig
@@ -38,10 +38,14 @@ REMEMBERS: dict[str, EmbeddingOptimizer] = {
 
 @dataclass(frozen=True)
 class Scaled:
-    """What the scaling rule makes of a configuration's base values at a batch size."""
+    """What the scaling rule makes of a configuration's base values at a batch size.
+
+    FTRL's values are for every batch size; see :class:`FtrlConfig`.
+    """
 
     hyperparameters: Hyperparameters
     clip: ClipRule
+    wide: FtrlConfig | None
 
     @classmethod
     def of(cls, config: RunConfig, batch_size: int | None = None) -> "Scaled":
@@ -63,9 +67,11 @@ class Scaled:
             "batch_size": batch_size or config.train.batch_size,
             "rule": optimizer.scaling,
         }
+        wide = FtrlConfig(optimizer.wide_alpha, optimizer.wide_beta, sizes["batch_size"])
         return cls(
             scale_hyperparameters(base, embedding=REMEMBERS[optimizer.embedding], **sizes),
             scale_clip(config.clip.build(), **sizes),
+            wide if optimizer.wide == "ftrl" else None,
         )
 
 

@@ -175,7 +175,7 @@ class TrainState:
         self._values = stage.hyperparameters
         self.dense_optimizer.reconfigure(self._values, after=step)
         assert self.adam  # the configuration refuses others
-        self.adam.reconfigure(adam_config(self._config, self._values), stage.clip, after=step)
+        self.adam.reconfigure(adam_config(self._config, stage), stage.clip, after=step)
         self.model.module.set_linear_l2(self._values.l2)
 
     def _begin_stages_before(self, step: int) -> None:

@@ -27,7 +27,7 @@ MIXED = ['sharding.tables={C1 = "column_wise", C2 = "data_parallel", C3 = "row_w
 ADAGRAD = ["optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none", "id_table.expire_after=''"]
 
 CASES: dict[str, list[str]] = {
-    "expiry": ["id_table.expire_after='8h'", "optimizer.l2=1e-3"],
+    "expiry": ["id_table.expire_after='8h'", "optimizer.l2=1e-3", "optimizer.wide=ftrl"],
     "eviction": [*EXACT, *MIXED, "id_table.capacity=60"],
     "count": [*ADAGRAD, "id_table.admission=count", "id_table.threshold=3", "id_table.window=1d"],
     "shared": [*EXACT, 'id_table.tables={both = {fields = ["C1", "C3"], capacity = 90}}'],
@@ -171,7 +171,7 @@ def test_a_batch_is_set_aside_by_all_processes(folder: Path) -> None:
 
 def assert_equal(one: Path, other: Path) -> None:
     """Compares two runs to the rounding of sums: weights, moments, windows; id tables and counts exactly."""
-    assert_close(state_of(one), state_of(other))
+    assert_close(state_of(one), state_of(other), rtol=1e-6)  # sums of squares under FTRL are above 1
     reports = [report_of(run) for run in (one, other)]
     for key in ("samples", "steps", "id_tables", "batches_set_aside"):
         assert reports[0][key] == reports[1][key], key

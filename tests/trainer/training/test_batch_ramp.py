@@ -18,7 +18,7 @@ from trainer_cases import TRAIN_ROWS, interrupted
 
 RAMP = [
     *("train.batch_ramp=2", "optimizer.base_batch_size=6", "optimizer.scaling=half_life"),
-    *("optimizer.lr_decay=linear", "optimizer.warmup_epochs=0.5"),
+    *("optimizer.lr_decay=linear", "optimizer.warmup_epochs=0.5", "optimizer.wide=ftrl"),
     *("optimizer.weight_decay=0.1", "optimizer.dense_weight_decay=0.1"),
 ]
 SIZES = [6, 6, 12, 12, 24, 24, 48, 48, 25, 51, 51, 51, 51, 1]
