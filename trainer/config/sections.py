@@ -209,12 +209,11 @@ class OptimizerConfig:
         dense_weight_decay: the same for all parameters of the network, biases included. Both are values at the base
             batch size; the scaling rules keep the decay of a sample.
         cross_l2: coefficient of the squares of the cross layers' parameters; not scaled.
-        wide: optimizer of the wide weights of networks with a linear part. "ftrl" is FTRL-Proximal (McMahan et al.
-            2013) without L1, that is, Adagrad: each weight has a rate of its own, which falls as it learns, and changes
-            where its id occurs. It has no L2, weight decay, warm-up or lr_decay. Better than "adam" where new ids keep
-            coming, as online. Needs optimizer.embedding = "adam".
-        wide_alpha, wide_beta: FTRL's values, for every batch size: the first step of a weight is ``wide_alpha * g /
-            (wide_beta + |g|)``, g being its gradient of the sum of the batch's losses.
+        wide: optimizer of the wide weights. "ftrl" is FTRL-Proximal (McMahan et al. 2013) without L1, that is, Adagrad:
+            a weight's own rate falls as its id occurs. L2, weight decay and lr_decay do not apply to it. For ids that
+            keep coming, as online. Needs optimizer.embedding = "adam".
+        wide_alpha: rate of FTRL at every batch size: a weight's first step is ``wide_alpha * g / (1 + |g|)``, g being
+            its gradient of the sum of the batch's losses.
         warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
         lr_decay: how both learning rates fall. "linear" and "cosine": to 0 over train.epochs, in a straight line or
             half a wave. A number of epochs: to a tenth after every so many. "none": they stay, as published. By default
@@ -236,8 +235,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     dense_weight_decay: float = 0.0
     wide: Literal["adam", "ftrl"] = "adam"
-    wide_alpha: float = 0.2
-    wide_beta: float = 1.0
+    wide_alpha: float = 0.05
     cross_l2: float = 0.0
     warmup_epochs: float = 0.0
     lr_decay: LrDecay | None = None
@@ -261,8 +259,7 @@ class OptimizerConfig:
             require(key, factor, 0 <= factor < inf, "at least 0 and finite")
         if isinstance(self.lr_decay, int | float):
             require("optimizer.lr_decay", self.lr_decay, 0 < self.lr_decay < inf, "a word or above 0 and finite")
-        for key in ("wide_alpha", "wide_beta"):
-            require(f"optimizer.{key}", getattr(self, key), 0 < getattr(self, key) < inf, "above 0 and finite")
+        require("optimizer.wide_alpha", self.wide_alpha, 0 < self.wide_alpha < inf, "above 0 and finite")
         require("optimizer.eps", self.eps, 0 < self.eps < inf, "above 0")
         require("optimizer.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         if self.embedding != "adam" and self.absent_rows not in (None, "lazy"):

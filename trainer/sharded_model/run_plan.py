@@ -67,7 +67,7 @@ class Scaled:
             "batch_size": batch_size or config.train.batch_size,
             "rule": optimizer.scaling,
         }
-        wide = FtrlConfig(optimizer.wide_alpha, optimizer.wide_beta, sizes["batch_size"])
+        wide = FtrlConfig(optimizer.wide_alpha, batch_size=sizes["batch_size"])
         return cls(
             scale_hyperparameters(base, embedding=REMEMBERS[optimizer.embedding], **sizes),
             scale_clip(config.clip.build(), **sizes),
