@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.futures import Future as TorchFuture
@@ -534,6 +534,14 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles :data:`_CLASSES` only."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 store the member of an enumeration
+            return _member
         if name not in _CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"builtins.getattr of {kind!r} is not allowed in a checkpoint")
+    return kind[name]

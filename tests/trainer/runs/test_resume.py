@@ -1,18 +1,20 @@
 """Resuming: bit-identical to an uninterrupted run; damaged, foreign and malicious checkpoints are refused."""
 
 import hashlib
+import io
 import json
 import logging
 import pickle
 import random
 import shutil
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cowrec.data_pipeline.files import locked_folder
+from cowrec.data_pipeline.files import checksum, locked_folder
 from cowrec.trainer.runs.checkpoint import find_checkpoint
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.training.saved_run import evaluate_run
@@ -201,6 +203,34 @@ def test_other_formats_and_models_are_refused(folder: Path, uninterrupted: Path,
         evaluate_run(copy, folder / "data")
 
 
+def replace_description(copy: Path, pickled: bytes) -> Path:
+    """Replaces the library's description of the tensors of step 10, with its checksum in the manifest."""
+    step = copy / "checkpoints" / "step_000000010"
+    (step / ".metadata").write_bytes(pickled)
+    new = [len(pickled), checksum(step / ".metadata")]
+    rewrite_manifest(step, lambda content: content["files"].update({".metadata": new}))
+    return step
+
+
+class OlderPickler(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_checkpoints_of_older_pythons_are_read(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    copy, pickled = shutil.copytree(uninterrupted, tmp_path / "copy"), io.BytesIO()
+    description = (copy / "checkpoints" / "step_000000010" / ".metadata").read_bytes()
+    OlderPickler(pickled).dump(pickle.loads(description))
+    assert b"getattr" in pickled.getvalue()
+    replace_description(copy, pickled.getvalue())
+    assert evaluate_run(copy, folder / "data") == evaluate_run(uninterrupted, folder / "data")
+    replace_description(copy, b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nVtouch\ntR.")
+    with pytest.raises(ValueError, match="PosixPath'> is not allowed in a checkpoint"):
+        evaluate_run(copy, folder / "data")
+
+
 class Touch:
     """Object that creates a file when it is unpickled."""
 
@@ -212,14 +242,8 @@ class Touch:
 
 
 def test_a_malicious_checkpoint_runs_no_code(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    """The code is in the library's description of the tensors, with matching checksums in the manifest."""
-    from cowrec.data_pipeline.files import checksum
-
     copy, proof = shutil.copytree(uninterrupted, tmp_path / "copy"), tmp_path / "proof"
-    step = copy / "checkpoints" / "step_000000010"
-    (step / ".metadata").write_bytes(pickle.dumps(Touch(proof)))
-    new = [(step / ".metadata").stat().st_size, checksum(step / ".metadata")]
-    rewrite_manifest(step, lambda content: content["files"].update({".metadata": new}))
+    step = replace_description(copy, pickle.dumps(Touch(proof)))
     for use in (lambda: evaluate_run(copy, folder / "data"), lambda: run(folder, copy, resume=True)):
         with pytest.raises(ValueError, match="is not allowed in a checkpoint"):
             use()
