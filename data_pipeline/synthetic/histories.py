@@ -188,4 +188,5 @@ def _encoded(config: HistoryConfig, start: int, first: int, rows: int) -> tuple[
 
 
 def _names(items: np.ndarray) -> pa.Array:
-    return pa.array(np.char.add("item_", items.astype(str)))
+    # Arrow divides an array of millions of NumPy texts into chunks, which no list array takes.
+    return pa.array([f"item_{item}" for item in range(items.max(initial=-1) + 1)], pa.string()).take(pa.array(items))
