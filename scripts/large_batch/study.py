@@ -24,7 +24,7 @@ class Bed:
 
     Attributes:
         base: the base batch size.
-        trials: of `cowrec tune`.
+        trials: of `cowrec tune`; 0 to leave the values as they are.
         ranges: that it searches.
         scales: multiples of the base batch size that the data allow.
         rules: scaling rules that are compared.
@@ -40,6 +40,8 @@ class Bed:
 # A quarter: 512 times that batch is 128 times the base, with more than 200 steps.
 SCALES = (0.25, 1, 128, 512)
 CONTRAST = ("half_life", "sqrt_star", "cowclip")
+HISTORY_RULES = ("half_life", "cowclip", "none", "linear")
+HISTORY_RATES = (("embedding_lr", 7.5e-4), ("dense_lr", 5e-4))
 BEDS = {
     "synthetic": Bed(64, 5, ("--embedding-lr", "3e-4,2e-3", "--dense-lr", "3e-4,3e-3", "--l2", "3e-5,3e-4"), SCALES),
     "criteo": Bed(8, 12, ("--embedding-lr", "6e-5,6e-4", "--dense-lr", "6e-5,6e-4", "--l2", "2e-5,2e-3")),
@@ -57,6 +59,8 @@ BEDS = {
         (1, 128),
         CONTRAST,
     ),
+    "ml_histories": Bed(32, 0, scales=(1, 128), rules=HISTORY_RULES),
+    "histories": Bed(32, 0, scales=(1, 128), rules=HISTORY_RULES),
 }
 
 
@@ -130,6 +134,25 @@ PARTS = {
         (1, 128),
         variants=_l2(0, more=("train.epochs=1",)),
     ),
+    # Histories: without the clip; with another network; is the base's rate a good one?
+    "unclipped": Part(("ml_histories", "histories"), ("half_life",), (1, 128), clip="off"),
+    "hstu": Part(
+        ("ml_histories", "histories"),
+        ("half_life", "cowclip"),
+        (1, 128),
+        seeds=1,
+        variants=(("hstu", ('model.name="hstu"',)),),
+    ),
+    "rates": Part(
+        ("ml_histories", "histories"),
+        ("half_life",),
+        (1,),
+        seeds=1,
+        variants=tuple(
+            (f"x{factor:g}", tuple(f"optimizer.{key}={value * factor!r}" for key, value in HISTORY_RATES))
+            for factor in (0.5, 2.0)
+        ),
+    ),
     # The other networks, at DeepFM's tuned values.
     "networks": Part(
         ("criteo",),
@@ -150,7 +173,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for bed in arguments.beds.split(","):
         tuned, data = arguments.output / bed / "tune", arguments.data / bed
-        if not (tuned / "tuned.toml").exists():
+        if BEDS[bed].trials and not (tuned / "tuned.toml").exists():
             run(*tune(bed, data, tuned))
         for part in arguments.parts.split(","):
             for command in sweeps(bed, part, data, arguments.output / bed):
@@ -172,7 +195,7 @@ def sweeps(bed: str, name: str, data: Path, output: Path) -> Iterator[list[str]]
     sizes = [int(scale * base.base) for scale in part.scales if scale in base.scales]
     if bed not in part.beds or not sizes:
         return
-    tuned = output / "tune" / "tuned.toml"
+    tuned = output / "tune" / "tuned.toml" if base.trials else HERE / f"{bed}.toml"
     values = tomllib.loads(tuned.read_text())
     epochs = tomllib.loads((HERE / f"{bed}.toml").read_text())["train"]["epochs"]
     for variant, settings in part.variants:
