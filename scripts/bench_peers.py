@@ -2,14 +2,21 @@
 
     python scripts/bench_peers.py --output peers.jsonl
     python scripts/bench_peers.py --output peers.jsonl --only cowrec-fp32,torch-sparse-adam --batch-sizes 8K
+    python scripts/bench_peers.py --output din.jsonl --din DATA/ml_histories
 
 All train DeepFM (embeddings of 10, MLP 400-400-400) on the samples of `cowrec bench`. They run in turns over several
 rounds, each turn in a new process, so that variations of the machine affect all alike. Peers other than plain PyTorch
 and TorchRec are installed into their own virtual environments, which are reused.
+
+`--din` trains DIN here and of FuxiCTR's layers on a prepared data set with a history instead, in turns, a line for each
+run: test AUC by epoch, and training samples/s. Apart from sizes and Adam, "defaults" are each one's own, those of
+`cowrec train` and FuxiCTR's Dice and 1e-3. In "matched", both have PReLU, constant rates of 1e-3, initial rows of
+deviation 1e-4, and neither L2 nor CowClip.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -22,6 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.synthetic.criteo_frequencies import NUM_DENSE
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.trainer.bench.measurement import Case, cases, measure, run_ids
@@ -71,6 +79,11 @@ PEERS = {
     "fuxictr": Peer("fuxictr_adam", _UNCLIPPED, ("fuxictr==2.3.10", *_TORCH)),
     "deepctr": Peer("deepctr_keras", _UNCLIPPED, ("deepctr==0.9.4", "tensorflow-cpu==2.21.0", "tf-keras==2.21.0")),
 }
+DIN = {"batch_size": 1024, "epochs": 3, "embedding_dim": 10, "hidden": [512, 128, 64], "attention": 64}
+MATCHED = (
+    *("optimizer.base_batch_size=1024", "optimizer.embedding_lr=1e-3", "optimizer.dense_lr=1e-3", "optimizer.l2=0"),
+    *("optimizer.lr_decay=none", "optimizer.warmup_epochs=0", "optimizer.embedding_init_std=1e-4", "clip.rule=none"),
+)
 DOES = {**dict.fromkeys(COWREC, PARTS), **{name: peer.does for name, peer in PEERS.items()}}
 
 
@@ -92,6 +105,7 @@ def main() -> None:
     parser.add_argument("--epoch-share", type=float, default=0.9, help="share of an epoch before timing [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each implementation [%(default)s]")
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of a turn, at least 5 steps [%(default)s]")
+    parser.add_argument("--din", type=Path, help="compare DIN on this prepared data set; --rounds is of seeds")
     parser.add_argument(
         "--venvs", type=Path, default=ROOT / "build" / "peers", help="virtual environments [%(default)s]"
     )
@@ -109,6 +123,9 @@ def main() -> None:
             raise ValueError(f"--rounds must be at least 1, got {arguments.rounds}")
     except ValueError as error:
         parser.error(str(error))
+    if arguments.din:
+        bench_din(arguments.din, arguments.rounds, arguments.venvs, arguments.output)
+        return
     lines = bench_peers(names, settings, arguments.rounds, arguments.venvs, arguments.output)
     measured = [line for line in lines if line["error"] is None]
     drawn = f", plot: {plot(measured, arguments.output.with_suffix('.png'))}" if measured else ""
@@ -143,6 +160,42 @@ def bench_peers(names: list[str], settings: Bench, rounds: int, venvs: Path, out
                 file.write(to_json(lines[-1]) + "\n")
                 print(_short(lines[-1]), file=sys.stderr, flush=True)
     return lines
+
+
+def bench_din(data: Path, seeds: int, venvs: Path, output: Path) -> None:
+    """Trains DIN here and of FuxiCTR's layers in turns, and writes a JSON line for each run."""
+    history = next(each for each in Schema.load(data).sparse if each.kind == "sequence" and each.shares)
+    pythons, unusable = _pythons(["fuxictr"], venvs)
+    if unusable:
+        raise ProcessFailed(unusable["fuxictr"])
+    train = [sys.executable, "-m", "cowrec.trainer", "train"]
+    sizes = [f"model.{key}={DIN[key]}" for key in ("embedding_dim", "hidden")]
+    sizes += [
+        f"model.options.attention={DIN['attention']}",
+        *(f"train.{key}={DIN[key]}" for key in ("batch_size", "epochs")),
+    ]
+    with output.open("w", encoding="utf-8", buffering=1) as file:
+        for seed, matched, name in itertools.product(range(seeds), (False, True), ("cowrec-fp32", "fuxictr")):
+            line: dict[str, Any] = {"implementation": name, "settings": ("defaults", "matched")[matched], "seed": seed}
+            line |= {**DIN, "data": data.name, "load": os.getloadavg()[0], **environment(torch.device("cpu"))}
+            with tempfile.TemporaryDirectory() as folder:
+                if name == "fuxictr":
+                    found = Path(folder) / "result.json"
+                    job = {**DIN, "data": str(data.resolve()), "item": history.shares, "history": history.name}
+                    job |= {"activation": "PReLU" if matched else "Dice", "seed": seed, "result": str(found)}
+                    _run([pythons[name], "-m", "scripts.peers.fuxictr_din", json.dumps(job)])
+                    line |= json.loads(found.read_text(encoding="utf-8"))
+                else:
+                    (Path(folder) / "run.toml").write_text('model.name = "din"\n')
+                    given = [*sizes, f"train.seed={seed}", *(MATCHED if matched else ())]
+                    settings = [part for each in given for part in ("--set", each)]
+                    places = ["--data", str(data.resolve()), "--run-dir", f"{folder}/run"]
+                    _run([*train, f"{folder}/run.toml", *places, *settings])
+                    report = json.loads((Path(folder) / "run" / "report.json").read_text(encoding="utf-8"))
+                    line |= {"auc": [each["auc"] for each in report["epochs"]], _SPEED: report[_SPEED]}
+            file.write(to_json(line) + "\n")
+            aucs = " ".join(f"{100 * auc:.2f}" for auc in line["auc"])
+            print(f"{name}, {line['settings']}, seed {seed}: AUC {aucs}, {line[_SPEED]:,.0f} samples/s", flush=True)
 
 
 def table(lines: list[dict[str, Any]]) -> str:
