@@ -18,6 +18,8 @@ FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./*-]+)`")
 # A step of a walk in docs/architecture.md: `trainer/training/loop.py` `train`, `_Run.train_epoch`
 STEP = re.compile(r"^\| `([\w/]+\.py)` \| ((?:`[\w.]+`(?:, )?)+) \|", re.MULTILINE)
+# The heading of a walk: ## A batch: from Parquet to the loss (12 files)
+WALK = re.compile(r"^## .* \((\d+) files\)\n((?:(?!## ).*\n)*)", re.MULTILINE)
 
 
 def names_in(file: Path) -> set[str]:
@@ -47,6 +49,12 @@ def test_the_walks_name_what_exists() -> None:
         if not (ROOT / path).is_file() or name not in names_in(ROOT / path)
     ]
     assert not wrong
+
+
+def test_the_walks_count_their_files() -> None:
+    walks = WALK.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    assert len(walks) == 4
+    assert [int(count) for count, _ in walks] == [len({path for path, _ in STEP.findall(rows)}) for _, rows in walks]
 
 
 def test_every_matched_set_has_its_pins() -> None:

@@ -7,7 +7,6 @@ its width.
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import repeat
-from typing import Any
 
 import numpy as np
 import torch
@@ -54,8 +53,9 @@ def update_all_rows(
         limit, columns = clipped.limits.per_table[table], clipped.limits.columns[table]
         row_norms = norms[table].expand(2, shard.rows).split(_ROWS_AT_ONCE, dim=1) if norms else repeat(None)
         for part, part_norms in zip(_parts(clipped, state, table, batch_rows), row_norms, strict=False):
-            given: Any = {"limit": limit, "clip_columns": columns, "norms": part_norms}
-            dense_adam_(*part, config=config, scalars=own, alpha=alpha, **given)
+            dense_adam_(
+                *part, limit=limit, clip_columns=columns, config=config, scalars=own, alpha=alpha, norms=part_norms
+            )
 
 
 def _norms_beyond_rows(

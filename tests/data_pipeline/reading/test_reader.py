@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from cowrec.data_pipeline import Reader, resident_bytes
+from cowrec.data_pipeline import Reader, Schema, resident_bytes
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
+from cowrec.data_pipeline.dataset.shards import read_columns
 from cowrec.data_pipeline.reading.order import Window, epoch_windows
 from numbered_data import flat, ids, make_reader, write_numbered
 from refusal import refused
@@ -226,6 +227,12 @@ def test_a_shard_unlike_the_schema_is_refused(tmp_path, change, message):
     write_numbered(tmp_path, 6, 6, lists=True)
     rewrite(tmp_path / "train" / "00000.parquet", change)
     refused(rf"00000\.parquet.*{message}", next, Reader(tmp_path, "train", batch_size=2).epoch(0))
+
+
+def test_columns_of_a_shard_that_is_too_short_are_refused(tmp_path):
+    write_numbered(tmp_path, 6, 6)
+    rewrite(tmp_path / "train" / "00000.parquet", lambda table: table.slice(1))
+    refused("has 5 rows, schema.json has 6", read_columns, tmp_path, Schema.load(tmp_path), "train", ["label"])
 
 
 def test_a_folder_without_a_valid_schema_is_refused(tmp_path):

@@ -35,9 +35,9 @@ Batch = tuple[KeyedJaggedTensor, NewRows]
 class Task(nn.Module):
     """Mean over the samples of the squared distance of their embeddings to 1."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, name: str, rows: int) -> None:
         super().__init__()
-        config = EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=DIM, feature_names=["f"])
+        config = EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=["f"])
         self.ebc = EmbeddingBagCollection([config], device=torch.device("meta"))
         self.scale = nn.Parameter(torch.ones(()))
 
@@ -49,19 +49,19 @@ class Task(nn.Module):
 class Training:
     """A model whose ids drift, so that rows are freed, given to other ids, and given back to expired ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "t") -> None:
         torch.manual_seed(0)
-        self.tables = IdTables({"t": IdTableConfig(60, ("f",), expire_after=6)}, ["f"], max_segments=1)
+        self.tables = IdTables({name: IdTableConfig(60, ("f",), expire_after=6)}, ["f"], max_segments=1)
         sharder = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})
-        task = Task(self.tables.num_embeddings["t"])
-        kinds = {"t": table_wise(rank=0, compute_kernel="fused")}
+        task = Task(name, self.tables.num_embeddings[name])
+        kinds = {name: table_wise(rank=0, compute_kernel="fused")}
         plan = construct_module_sharding_plan(task.ebc, kinds, sharder=sharder, device_type="cpu")
         self.model = DistributedModelParallel(
             task, device=CPU, plan=ShardingPlan(plan={"ebc": plan}), sharders=[sharder]
         )
         adam = AdamConfig(lr=0.1, l2=1e-3, absent_rows="replay")
         self.adam = EmbeddingAdam(self.model, adam, CowClip(r=1.0, zeta=0.1))
-        self.initializer = RowInitializer(self.model, self.adam, ["t"], columns=DIM, std=1.0, seed=0)
+        self.initializer = RowInitializer(self.model, self.adam, [name], columns=DIM, std=1.0, seed=0)
         self.dense = torch.optim.SGD(self.model.module.parameters(), 0.0)
 
     def translated(self) -> Iterator[Batch]:
@@ -78,7 +78,7 @@ class Training:
         self.model(batch[0])[0].backward()
 
     def weights(self) -> Tensor:
-        (weight,) = (each for name, each in self.model.state_dict().items() if name.endswith("t.weight"))
+        (weight,) = (each for name, each in self.model.state_dict().items() if name.endswith(".weight"))
         return weight.local_shards()[0].tensor.clone()
 
 
@@ -124,6 +124,17 @@ def test_a_pipeline_that_reads_ahead_resets_rows_in_a_hook(trained_at_once: Tens
         pipeline.progress(batches)
     assert max(ahead) > 1
     assert torch.equal(training.weights(), trained_at_once)
+
+
+def test_tables_start_an_id_unlike(trained_at_once: Tensor) -> None:
+    started = []
+    for name in ("t", "u"):
+        training = Training(name)
+        _, new_rows = next(training.translated())
+        training.initializer.reset(new_rows)
+        started.append(training.weights()[new_rows.row])
+    assert len(started[0]) > 10
+    assert not (started[0] == started[1]).any()
 
 
 def test_resets_before_the_step_of_an_earlier_batch_are_refused(trained_at_once: Tensor) -> None:

@@ -18,7 +18,7 @@ from cowrec.data_pipeline.files import checksum, locked_folder
 from cowrec.trainer.runs.checkpoint import find_checkpoint
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.training.saved_run import evaluate_run
-from run_comparison import assert_same
+from run_comparison import assert_same, state_of
 from trained_runs import data_folder, make_folder
 from trained_runs import metrics as metrics_of
 from trained_runs import run as run_of
@@ -56,6 +56,15 @@ SETTINGS = OPTIMIZERS | {
 }
 
 
+FUSED_STATE: dict[str, dict[str, int]] = {
+    "sgd": {},
+    "adagrad": {"momentum1": 2},
+    "rowwise_adagrad": {"momentum1": 1},
+    "fbgemm_cowclip": {"momentum1": 1, "prev_iter": 1, "row_counter": 1},
+}
+"""What FBGEMM's optimizers keep, and its dimensions: of each row, or of each element."""
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_resumed_run_is_bit_identical(folder: Path, tmp_path: Path, name: str) -> None:
     """Resumed in the second epoch, or in the first; with replay, of fields of all kinds, in both and between them."""
@@ -63,6 +72,9 @@ def test_a_resumed_run_is_bit_identical(folder: Path, tmp_path: Path, name: str)
     if name == "replay":
         folder = make_folder(tmp_path)
     report = run(folder, tmp_path / "uninterrupted", *settings)
+    if name in FUSED_STATE:
+        state = state_of(tmp_path / "uninterrupted", "embedding_optimizer")
+        assert {key.rpartition(".")[2]: value.dim() for key, value in state.items()} == FUSED_STATE[name]
     for at in {"replay": (3, 5, 6)}.get(name, (6,) if name in OPTIMIZERS else (3,)):
         copy = interrupted(tmp_path / "uninterrupted", at, tmp_path / f"at{at}")
         resumed = run(folder, copy, *settings, resume=True)

@@ -113,7 +113,7 @@ def test_weights_of_samples_multiply_their_losses(world_size: int, mean_weight: 
     losses = []
     for rank, task in enumerate(tasks):
         own = slice(rank * 4, 7 if rank == world_size - 1 else 4)
-        batch = Batch(dense[own], None, label[own], 7, weight=weight[own])  # type: ignore[arg-type]
+        batch = Batch(dense[own], None, label[own], 7, weight=weight[own])
         loss, _ = task(batch)
         losses.append(loss)
     probability = torch.sigmoid(dense @ OneLogit().kernel)
@@ -133,7 +133,7 @@ def test_each_task_has_the_mean_over_its_known_labels(name: str, weighted: bool)
     label = torch.tensor([[1, 0, nan], [nan, 1, nan], [0, nan, nan], [1, 1, nan], [nan, nan, nan], [0, 0, nan]])
     weight = torch.tensor([0.5, 2, 1, 0, 3, 1]) if weighted else None
     loss = MeanLoss(1, LOSSES[name], 2.0, (1.0, 0.25, 5.0))
-    batch = Batch(torch.empty(6, 0), None, label.double(), weight=weight)  # type: ignore[arg-type]
+    batch = Batch(torch.empty(6, 0), None, label.double(), weight=weight)
     found, _ = loss(logits, batch)
     expected = torch.zeros((), dtype=torch.float64)
     for task, of_task in enumerate((1.0, 0.25)):
