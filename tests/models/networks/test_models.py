@@ -60,11 +60,17 @@ def tables(
 
 
 def small_model(
-    name: str, num_dense: int = 2, dims: dict[str, int] | None = None, pooling: str = "SUM", tasks: int = 1
+    name: str,
+    num_dense: int = 2,
+    dims: dict[str, int] | None = None,
+    pooling: str = "SUM",
+    tasks: int = 1,
+    rows: tuple[int, ...] = ROWS,
 ) -> nn.Module:
     """A network with random parameters, biases included, and zeros in the spare columns of the tables."""
     torch.manual_seed(3)
-    own, weighted = tables(pooling="MEAN" if pooling == "MEAN" else "SUM", dims=dims), pooling == "WEIGHTED"
+    own = tables(rows=rows, pooling="MEAN" if pooling == "MEAN" else "SUM", dims=dims)
+    weighted = pooling == "WEIGHTED"
     model = build_model(small(name, dims), own, num_dense, num_tasks=tasks, is_weighted=weighted)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -260,8 +266,17 @@ def test_dlrm_of_one_field_and_dense_features_is_built() -> None:
 
 @pytest.mark.parametrize("name", [name for name in FLAT if name != "fm"])  # it has no matrix product
 def test_under_autocast_logits_are_float32_and_near_those_without(name: str) -> None:
-    """Logits and table gradients agree within a tenth of the largest, since roundings of 2^-9 add up over layers."""
-    model, (dense, sparse) = small_model(name), random_batch(64)
+    """Each sample has rows of its own, so that a table's gradient is a sample's; all but a quarter are within 5 %.
+
+    Roundings of 2^-9 add up over layers. A sample with a unit so near its ReLU's kink that rounding carries it over has
+    another derivative: up to one in ten, and which, depends on the version of torch.
+    """
+    batch = 64
+    model, dense = small_model(name, rows=(batch,) * len(ROWS)), random_batch(batch)[0]
+    lengths = torch.ones(len(ROWS) * batch, dtype=torch.int64)
+    sparse = KeyedJaggedTensor(
+        [f"C{i}" for i in range(len(ROWS))], torch.arange(batch).repeat(len(ROWS)), None, lengths
+    )
     found = []
     for half in (False, True):
         model.zero_grad()
@@ -269,11 +284,14 @@ def test_under_autocast_logits_are_float32_and_near_those_without(name: str) -> 
             logits = model(dense, sparse)
         logits.sum().backward()
         bags = model.front.embeddings.embedding_bags.values()
-        found.append([logits.detach(), *(bag.weight.grad.clone() for bag in bags)])
-    for full, half in zip(*found, strict=True):
-        assert half.dtype == torch.float32
-        torch.testing.assert_close(half, full, rtol=0, atol=0.1 * full.abs().max().item())
-        assert not torch.equal(half, full)
+        found.append((logits.detach(), torch.cat([bag.weight.grad.clone() for bag in bags], 1)))
+    (logits, gradients), (logits_of_half, of_half) = found
+    assert logits_of_half.dtype == of_half.dtype == torch.float32
+    torch.testing.assert_close(logits_of_half, logits, rtol=0, atol=0.05 * logits.abs().max().item())
+    assert not torch.equal(logits_of_half, logits)
+    assert not torch.equal(of_half, gradients)
+    near = (of_half - gradients).norm(dim=1) <= 0.05 * gradients.norm(dim=1)
+    assert near.float().mean() >= 0.75, f"{int(near.sum())} of {batch}"
 
 
 def test_the_page_lists_every_network_with_its_options() -> None:
