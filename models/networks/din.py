@@ -5,6 +5,7 @@ which T share a field's table, H hidden units.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cowrec.models.config import ModelConfig
@@ -18,11 +19,11 @@ from .histories import histories_of
 class ActivationUnit(nn.Module):
     """Sum of a history's steps e_j with the weights a(e_j, v) for a target v, which are not normalised.
 
-    a is an MLP of e_j, v and e_j * v with one hidden layer; e_j is the concatenation of the embeddings of S sequences,
-    v that of the T fields that the first of them share, and the product is with their part of e_j. Source: equation 3
-    and figure 2 of the paper; its "out product" is the element-wise one of the authors' code, whose further input
-    e_j - v changes no linear layer. The hidden layer has PReLU: Dice would depend on which samples are on one process,
-    and on the padding.
+    a is an MLP of e_j, v, e_j * v and e_j - v with one hidden layer; e_j is the concatenation of the embeddings of S
+    sequences, v that of the T fields that the first of them share, and product and difference are with their part of
+    e_j. Source: equation 3 and figure 2 of the paper; its "out product" is the element-wise one of the authors' code,
+    which has the difference too. The difference adds no function, but kernels of its own: Adam moves a(e_j, v) faster
+    along it. The hidden layer has PReLU: Dice would depend on which samples are on one process, and on the padding.
 
     Args:
         steps: S * D.
@@ -32,7 +33,7 @@ class ActivationUnit(nn.Module):
 
     def __init__(self, steps: int, target: int, hidden: int) -> None:
         super().__init__()
-        self._inputs = (steps, target, target)
+        self._inputs = (steps, target, target, target)
         self.kernel = glorot_normal(sum(self._inputs), hidden)
         self.bias = nn.Parameter(torch.zeros(hidden))
         self.slope = nn.Parameter(torch.full((1,), 0.25))
@@ -40,9 +41,12 @@ class ActivationUnit(nn.Module):
 
     def forward(self, steps: Tensor, mask: Tensor, target: Tensor) -> Tensor:
         """Steps [B, L, S * D], where there are any, bool [B, L], and the target [B, T * D] -> [B, S * D]."""
-        of_steps, of_target, of_products = self.kernel.split(self._inputs)
+        of_steps, of_target, of_products, of_differences = self.kernel.split(self._inputs)
         products = steps[:, :, : target.shape[1]] * target[:, None]
-        # That of the target once for each sample instead of each position.
+        # The differences' kernel joins the steps' and, negative, the target's, which multiplies once for each sample
+        # instead of each position.
+        further = of_steps.shape[0] - of_differences.shape[0]
+        of_steps, of_target = of_steps + F.pad(of_differences, (0, 0, 0, further)), of_target - of_differences
         hidden = steps @ of_steps + products @ of_products + (target @ of_target + self.bias)[:, None]
         weights = torch.prelu(hidden, self.slope.to(hidden.dtype)) @ self.output + self.output_bias
         return (weights.masked_fill(~mask[:, :, None], 0) * steps).sum(1)

@@ -118,11 +118,12 @@ def logit(model: nn.Module, sample: int, dense: Tensor, given: dict[str, Tensor]
 
 
 def din(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
-    """Figure 2 of the paper, with the two embeddings and their product as inputs of the activation unit."""
+    """Figure 2 of the paper, with the two embeddings, their product and difference as inputs of the activation unit."""
     unit, (parts, targets) = model.attention.units[0], parts_of(model, sample)
     target, interest = torch.cat(targets), torch.zeros(len(parts) * DIM)
     for step in torch.cat(parts, 1):
-        hidden = torch.cat([step, target, step[: len(target)] * target]) @ unit.kernel + unit.bias
+        shared = step[: len(target)]
+        hidden = torch.cat([step, target, shared * target, shared - target]) @ unit.kernel + unit.bias
         hidden = torch.where(hidden > 0, hidden, unit.slope * hidden)
         interest = interest + (hidden @ unit.output[:, 0] + unit.output_bias) * step
     names = ("history", "cities", "marks")[: len(parts)]
