@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.sharded_model.tables import gathered_table
+from cowrec.trainer.training.saved_run import trained_state
 from trainer_cases import checkpoint, tensors
 
 
@@ -37,6 +40,23 @@ def state_of(run_dir: Path, part: str = "") -> dict[str, torch.Tensor]:
     """Tensors of a run's newest checkpoint, or of a part of it, by path; without random states."""
     state = tensors(checkpoint(run_dir))
     return {key: value for key, value in state.items() if key.startswith(f"/{part}") and not key.startswith("/random")}
+
+
+def up_to_date(run_dir: Path) -> dict[str, torch.Tensor]:
+    """:func:`state_of` once all replayed rows, which checkpoints hold as they are, have taken the steps they missed."""
+    found = state_of(run_dir)
+    with process_group("cpu") as process:
+        state, _ = trained_state(run_dir, process)
+        if not state.adam or not any(each.replays for each in state.adam.lookups):
+            return found
+        state.adam.flush()
+        weights = state.model.state_dict()
+        found = {key: value for key, value in found.items() if not key.startswith("/embedding_optimizer")}
+        for name, entries in state.adam.state_dict()["state"].items():
+            found[f"/model/{name}"] = gathered_table(weights[name], process)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                found[f"/embedding_optimizer/{name}/{moment}"] = gathered_table(entries[moment], process)
+    return found
 
 
 def assert_close(

@@ -1,6 +1,7 @@
 """State of training: a sharded model with its optimizers and id tables, the training step, and how it is saved."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import EmbeddingAdam, IdTables
+from cowrec.sparse_opt.optim.collection_adam import LRS
 from cowrec.sparse_opt.tbe.discovery import find_lookups, set_rates
 from cowrec.trainer.config.run import to_plain
 from cowrec.trainer.config.sections import OnNonfinite
@@ -194,13 +196,21 @@ class TrainState:
             set_rates(self.model.fused_optimizer, lr, by_table(self._config.optimizer.embedding_lr_factors))
 
     def save(self, checkpoints: Checkpoints, progress: Progress, write_files: WriteFiles | None = None) -> None:
-        """Writes a checkpoint; see :meth:`Checkpoints.save`."""
+        """Writes a checkpoint; see :meth:`Checkpoints.save`.
+
+        Replayed rows are saved as they are, some of them behind: bringing all of them up to date would take as many
+        steps of every row as were taken since it was trained.
+        """
         about = {"world_size": self._process.world_size, "config": to_plain(self._config), **self.environment}
-        checkpoints.save(self._everything() | random_state(self._process), progress, about, write_files)
+        if self.adam and any(first >= self.steps for first in self.plan.changes):
+            self.adam.flush()  # rows that are behind are replayed with the settings of the latest stage
+        with self._as_stored():
+            checkpoints.save(self._everything() | random_state(self._process), progress, about, write_files)
 
     def not_finite(self) -> str:
         """Name of a weight or moment that is not finite; "" if all are finite. Reads all of them."""
-        return not_finite(self._everything(), self._process)
+        with self._as_stored():
+            return not_finite(self._everything(), self._process)
 
     def resume(self, checkpoints: Checkpoints) -> Progress | None:
         """Loads the newest intact checkpoint of the run in place; None where there is none.
@@ -215,14 +225,12 @@ class TrainState:
             return None
         path, progress = found
         self._begin_stages_before(progress.step)
-        with readable(path):
+        with readable(path), self._as_stored():
             keys = checkpoint_keys(path)
             random = {key: value for key, value in random_state(self._process).items() if key in keys}
-            state = self._everything() | random
+            state = self._everything(progress.step) | random
             checkpoints.read(path, state)
             self._load(state)
-            if self.adam:
-                self.adam.load_state_dict({"state": state["embedding_optimizer"]})
             self.model.fused_optimizer.set_optimizer_step(int(state["iterations"]))
             for generators in random.values():
                 torch.set_rng_state(generators["cpu"])
@@ -244,29 +252,54 @@ class TrainState:
             ValueError: there is no such checkpoint, all are damaged, or they do not fit the model.
         """
         path, progress = choose_checkpoint(folder, self._config.checkpoint.keep_best, checkpoint, self._process, say)
-        with readable(path):
-            state = self._weights()
+        self._begin_stages_before(progress.step)
+        with readable(path), self._as_stored():
+            state = self._weights(progress.step)
             read_checkpoint(path, state)
             self._load(state)
         return progress
 
-    def _weights(self) -> State:
-        """Weights and id tables, sharing their memory."""
-        state: State = {"model": self.model.state_dict()}
-        return state | ({"id_tables": self.id_tables.state_dict()} if self.id_tables else {})
+    def _as_stored(self) -> AbstractContextManager[None]:
+        """Within it states are saved and loaded with replayed rows as they are; see :meth:`EmbeddingAdam.as_stored`."""
+        return self.adam.as_stored() if self.adam else nullcontext()
 
-    def _everything(self) -> State:
-        """All tensors that training changes, sharing their memory, except for random states."""
-        state = self._weights()
+    def _weights(self, steps: int | None = None) -> State:
+        """Weights and id tables, sharing their memory, and with replayed rows what brings them up to date.
+
+        Args:
+            steps: those of the checkpoint that the tensors are to be read from.
+        """
+        state: State = {"model": self.model.state_dict()}
+        if self.id_tables:
+            state["id_tables"] = self.id_tables.state_dict()
+        return state | (self._tables(steps) if self.adam else {})
+
+    def _everything(self, steps: int | None = None) -> State:
+        """All tensors that training changes, sharing their memory, except for random states; see :meth:`_weights`."""
+        state = self._weights(steps)
         state |= {"dense_optimizer": self.dense_optimizer.tensors(), "iterations": self._iterations()}
-        tables = (self.adam or self.model.fused_optimizer).state_dict()["state"]
+        return state | ({} if self.adam else self._tables(steps))
+
+    def _tables(self, steps: int | None) -> State:
+        optimizer = self.adam or self.model.fused_optimizer
+        tables = {key: dict(entries) for key, entries in optimizer.state_dict()["state"].items()}
+        for entries in tables.values():
+            if LRS in entries:
+                rates = entries[LRS] if steps is None else [0.0] * steps
+                entries[LRS] = torch.tensor(rates, dtype=torch.float64)
         # A process without tables has an empty dictionary, which the library would pickle as an object.
-        return state | ({"embedding_optimizer": tables} if tables else {})
+        return {"embedding_optimizer": tables} if tables else {}
 
     def _load(self, state: State) -> None:
         self.model.load_state_dict(state["model"])
         if self.id_tables:
             self.id_tables.load_state_dict(state["id_tables"])
+        if self.adam:
+            tables = state["embedding_optimizer"]
+            for entries in tables.values():
+                if LRS in entries:
+                    entries[LRS] = entries[LRS].tolist()
+            self.adam.load_state_dict({"state": tables})
 
     def _iterations(self) -> Tensor:
         """Forward passes as FBGEMM counts them; ranks without a table count none."""

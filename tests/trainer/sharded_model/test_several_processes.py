@@ -9,7 +9,7 @@ import pytest
 
 from cowrec.data_pipeline import SynthesizeConfig, synthesize
 from cowrec.trainer.sharded_model.sharding import sharding_line
-from run_comparison import assert_close, assert_same_measures, state_of
+from run_comparison import assert_close, assert_same_measures, up_to_date
 from shared_work import made_once
 from trained_runs import metrics, report_of
 from trainer_cases import (
@@ -119,7 +119,7 @@ def assert_same_epochs(runs: Sequence[Path]) -> None:
 @pytest.mark.parametrize("of", SEVERAL, ids=" ".join(map(str, range(len(SEVERAL)))).split())
 def test_several_processes_train_what_one_does(folder: Path, of: tuple[str, int, str]) -> None:
     """Up to sums in another order, of other rows with id tables."""
-    name, processes, plan = of
+    name, processes, _ = of
     runs = folder / "runs1" / name, several(folder, *of)
     reports = [report_of(run) for run in runs]
     assert [report["world_size"] for report in reports] == [1, processes]
@@ -127,9 +127,9 @@ def test_several_processes_train_what_one_does(folder: Path, of: tuple[str, int,
     assert_same_epochs(runs)
     assert len(metrics(runs[0], "eval")) == len(metrics(runs[1], "eval"))
     assert not list(runs[1].rglob("*.partial"))
-    if (name, plan) != ("adam", MIXED):  # of whose tables checkpoints have only some rows up to date
-        for part in ("model", "embedding_optimizer"):
-            assert_close(*(state_of(run, part) for run in runs), atol=2e-5 if "ids" in name else 1e-6)
+    states = [up_to_date(run) for run in runs]
+    parts = [{key: each[key] for key in each if key.startswith(("/model", "/embedding"))} for each in states]
+    assert_close(*parts, atol=2e-5 if "ids" in name else 1e-6)
 
 
 @pytest.mark.parametrize(("processes", "plan"), [(2, TABLE_WISE), (2, ROW_WISE), (4, MIXED)])
@@ -194,5 +194,4 @@ def test_another_number_of_processes_resumes_under_another_plan(
     assert reports[1]["world_size"] == STAGES[stage][0]
     if reports[0]["clip_statistics"]:
         assert reports[0]["clip_statistics"]["rows"] == reports[1]["clip_statistics"]["rows"]
-    if (name, stage) != ("adam", 1):  # see above
-        assert_close(*map(state_of, runs), atol=2e-5 if "ids" in name else 1e-6)
+    assert_close(*map(up_to_date, runs), atol=2e-5 if "ids" in name else 1e-6)
