@@ -32,10 +32,18 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a new file for writing and flushes it to disk at the end of the block."""
-    with path.open("wb") as file:
-        yield file
-        sync_file(file)
+    """Opens a new file for writing and flushes it to disk at the end of the block.
+
+    Raises OSError if it cannot be written; if the disk is full, with the file's name, which the system's own lacks.
+    """
+    try:
+        with path.open("wb") as file:
+            yield file
+            sync_file(file)
+    except OSError as error:
+        if error.errno in NO_SPACE and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_file(path: Path, content: bytes) -> None:

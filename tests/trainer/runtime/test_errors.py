@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline.files import write_file
 from cowrec.models import ModelConfig, require_model
 from cowrec.trainer.cli.main import main
 from cowrec.trainer.config.run import config_from
@@ -105,9 +106,9 @@ def test_an_error_for_users_is_one_line_and_exits_with_2(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full, which is always full")
 def test_a_full_disk_is_named_with_the_remedy() -> None:
-    error: Any = raised(lambda: Path("/dev/full").write_bytes(b"x"))
+    error = raised(lambda: Path("/dev/full").write_bytes(b"x"))
     assert message_of(error).startswith("No space left on device; free disk space")
-    error.filename = "runs/a/report.json"
-    assert message_of(error).startswith("No space left on device for runs/a/report.json; free disk space")
+    error = raised(lambda: write_file(Path("/dev/full"), b"x"))
+    assert message_of(error).startswith("No space left on device for /dev/full; free disk space")
     assert message_of(OSError(errno.ENOSPC, "the disk of X is full")) == "[Errno 28] the disk of X is full"
     assert message_of(raised(lambda: Path("/no/such/file").read_text())).endswith("'/no/such/file'")
