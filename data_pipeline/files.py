@@ -31,19 +31,22 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def durable_file(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a new file for writing and flushes it to disk at the end of the block.
-
-    Raises OSError if it cannot be written; if the disk is full, with the file's name, which the system's own lacks.
-    """
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Adds the file that is being written to the system's error about a full disk, which lacks it."""
     try:
-        with path.open("wb") as file:
-            yield file
-            sync_file(file)
+        yield
     except OSError as error:
         if error.errno in NO_SPACE and error.filename is None:
             error.filename = str(path)
         raise
+
+
+@contextmanager
+def durable_file(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a new file for writing and flushes it to disk at the end of the block."""
+    with naming_full_disk(path), path.open("wb") as file:
+        yield file
+        sync_file(file)
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -115,7 +118,7 @@ def append_line(path: Path, line: bytes, max_bytes: int) -> bool:
 
     Raises OSError if it cannot be written.
     """
-    with path.open("ab") as file:
+    with naming_full_disk(path), path.open("ab") as file:
         if not max_bytes or not file.tell() or file.tell() + len(line) <= max_bytes:
             file.write(line)
             return False

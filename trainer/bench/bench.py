@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from cowrec.data_pipeline.files import naming_full_disk
 from cowrec.trainer.runs.run_dir import to_json
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 from cowrec.trainer.runtime.errors import Interrupted
@@ -91,7 +92,7 @@ def _written(lines: Iterable[dict[str, Any]], output: Path) -> list[dict[str, An
     """Writes and shows each line as soon as it is there; returns them all."""
     found: list[dict[str, Any]] = []
     mine = output if launched_rank() == 0 else Path(os.devnull)
-    with mine.open("w", encoding="utf-8", buffering=1) as file:
+    with naming_full_disk(mine), mine.open("w", encoding="utf-8", buffering=1) as file:
         try:
             for line in lines:
                 found.append(line)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from cowrec.data_pipeline.files import read_lines
+from cowrec.data_pipeline.files import naming_full_disk, read_lines
 
 from .plotting import plt
 from .text_table import aligned
@@ -135,7 +135,8 @@ def plot_runs(runs: Sequence[RunCurves], path: Path) -> Path:
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     figure.legend(loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
-    figure.savefig(path, dpi=110)
+    with naming_full_disk(path):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 
+from cowrec.data_pipeline.files import naming_full_disk
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer.config.run import FEW_STEPS
 from cowrec.trainer.reports.plotting import plt, size_name
@@ -220,7 +221,8 @@ def plot_sweep(lines: Lines, path: Path) -> Path:
     seeds, first = len({line["seed"] for line in lines}), lines[0]
     over = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
     figure.suptitle(f"{first['model']} on {first['data']}, {over}, {first['device']}")
-    figure.savefig(path, dpi=130)
+    with naming_full_disk(path):
+        figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
 
