@@ -41,10 +41,11 @@ demo: $(READY)
 test: lint
 	@$(PYTEST) $(TESTS)
 
-# The third tier: faults of hosts, scripts, documents, long grids, and the first two tiers in the environments of the matrix.
+# The third tier: faults of hosts, scripts, documents, long grids, and the first two tiers in the matrix's other environments.
 test-all: lint
 	@$(PYTEST) --thorough $(TESTS)
-	@$(MAKE) --no-print-directory test-matrix
+	@$(MAKE) --no-print-directory $(filter-out test-python-$(shell \
+		$(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')-torch-$(TORCH),$(MATRIX))
 
 lint: $(LINT)
 
