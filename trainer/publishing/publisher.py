@@ -159,7 +159,8 @@ class Publisher:
         if failure:
             self._failures += 1
             if self._error is None:
-                logger.warning("publishing fails (%s); changes are kept and published later", failure)
+                remedy = "; make that folder again" if isinstance(failure, FileNotFoundError) else ""
+                logger.warning("publishing fails (%s)%s; changes are kept and published later", failure, remedy)
         self._error = f"{type(failure).__name__}: {failure}" if failure else None
         self._busy = False
         self._state.notify_all()

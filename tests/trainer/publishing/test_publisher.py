@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -159,6 +160,25 @@ def test_a_failing_directory_loses_no_change(tmp_path: Path) -> None:
         assert out.finish(10)
         assert out.counters()["error"] is None
         assert [blob.kind for blob in reader.seen] == ["full", "delta", "delta"]
+
+
+def test_a_deleted_directory_gets_everything_once_it_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, model = tmp_path / "published", Model()
+    with publisher(str(folder)) as out, reading(str(folder)) as reader:
+        publish(out, model)
+        wait_for(lambda: reader.version == 1)
+        shutil.rmtree(folder)
+        publish(out, model, with_dense=True, wait=False)
+        wait_for(lambda: out.wants_full)
+        publish(out, model, with_dense=True, wait=False)
+        wait_for(lambda: out.counters()["failures"])
+        assert "; make that folder again; changes are kept and published later" in caplog.text
+        folder.mkdir()
+        wait_for(lambda: reader.version == 2)
+        assert reader.model.same_as(model)
+        assert [blob.kind for blob in reader.seen] == ["full", "full"]
 
 
 def test_a_frozen_redis_never_blocks_the_trainer(tmp_path: Path) -> None:
