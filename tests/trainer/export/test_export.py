@@ -19,6 +19,7 @@ from cowrec.trainer.serving.served_model import ServedModel
 from history_cases import FLAT
 from online_cases import DRIFT, case_fixture
 from process_groups import in_processes
+from refusal import refused
 from trained_runs import predicted, run, write_network
 from trainer_cases import COLUMNS, UNWEIGHTED, config_file, make_data
 
@@ -154,8 +155,7 @@ def test_int8_rounds_to_half_a_scale() -> None:
     assert ((dequantise(**stored) - rows).abs() <= stored["scale"][:, None] * 0.5000001).all()
     assert dequantise(**quantise(rows[:0], "int8")).shape == (0, 3)
     for precision, value in (("float16", 7e4), ("int8", float("inf")), ("int8", float("nan"))):
-        with pytest.raises(ValueError, match="export in float32"):
-            quantise(torch.tensor([[value]]), precision)
+        refused("export in float32", quantise, torch.tensor([[value]]), precision)
 
 
 def test_a_changed_file_is_detected(folder: Path, tmp_path: Path) -> None:
@@ -170,15 +170,12 @@ def test_a_changed_file_is_detected(folder: Path, tmp_path: Path) -> None:
         assert (len(written), hashlib.sha256(written).hexdigest()) == (size, sha256)
         for damaged in (written[:-1], bytes([written[0] ^ 1]) + written[1:]):
             file.write_bytes(damaged)
-            with pytest.raises(ValueError, match=f"{file.name} does not match its checksum"):
-                Manifest.load(exported)
+            refused(f"{file.name} does not match its checksum", Manifest.load, exported)
         file.unlink()
-        with pytest.raises(ValueError, match=f"{file.name} is missing"):
-            Manifest.load(exported)
+        refused(f"{file.name} is missing", Manifest.load, exported)
         file.write_bytes(written)
     Manifest.load(exported)
-    with pytest.raises(ValueError, match="is not an export"):
-        Manifest.load(folder / "dcnmix")
+    refused("is not an export", Manifest.load, folder / "dcnmix")
 
 
 def export_to_a_full_disk(_: int, run_dir: Path, folder: Path) -> None:
@@ -190,8 +187,7 @@ def export_to_a_full_disk(_: int, run_dir: Path, folder: Path) -> None:
 def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "mine").touch()
-    with pytest.raises(ValueError, match="exists and is not empty"):
-        export_run(folder / "dcnmix", tmp_path / "export")
+    refused("exists and is not empty", export_run, folder / "dcnmix", tmp_path / "export")
     in_processes(export_to_a_full_disk, (folder / "dcnmix", tmp_path / "full"), 1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["export"]
     assert [each.name for each in (tmp_path / "export").iterdir()] == ["mine"]

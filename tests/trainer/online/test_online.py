@@ -30,6 +30,7 @@ from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.training.loop import MOST_SET_ASIDE
 from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, make_case, write_stream
+from refusal import refused
 from run_comparison import assert_same, wait_for
 from trained_runs import metrics, write_network
 from trainer_cases import checkpoint, free_port, interrupted, make_data, tensors
@@ -168,15 +169,13 @@ def test_what_is_left_out_is_reported_while_nothing_is_trained_on(
 
 
 def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must name a stream"):
-        run(case, tmp_path / "run", source=Path("redis://localhost:1/0"))
+    refused("must name a stream", run, case, tmp_path / "run", source=Path("redis://localhost:1/0"))
     with pytest.raises(OSError, match="is not a folder"):
         run(case, tmp_path / "run", source=tmp_path / "nowhere")
     assert not (tmp_path / "run").exists()
     timeless = make_data(tmp_path / "timeless", ("price", "city"))
     config = load_config(case / "run.toml", ["model.embedding_dims={}"])
-    with pytest.raises(ValueError, match="goes by the time of samples"):
-        online(config, timeless, str(case / "incoming"), tmp_path / "other")
+    refused("goes by the time of samples", online, config, timeless, str(case / "incoming"), tmp_path / "other")
     weighted = shutil.copytree(case / "data", tmp_path / "weighted")
     schema = json.loads((weighted / "schema.json").read_text())
     (weighted / "schema.json").write_text(json.dumps(schema | {"sample_weights": True}))

@@ -21,6 +21,7 @@ from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.publishing.versions import list_versions, reachable, republish
 from publishing.published_model import Model, publish, publisher, reading, target_url
+from refusal import refused
 from run_comparison import wait_for
 from servers.redis_server import redis_server
 
@@ -75,8 +76,7 @@ def test_a_blob_of_another_format_is_rejected(monkeypatch: pytest.MonkeyPatch) -
     blob = encode(blob_of(Change(0, None, {})))
     monkeypatch.undo()
     assert blob.startswith(MAGIC)
-    with pytest.raises(ValueError, match="has format 2, but this cowrec reads 1"):
-        decode(blob)
+    refused("has format 2, but this cowrec reads 1", decode, blob)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -133,8 +133,7 @@ def test_a_reader_gets_the_publishers_model_whenever_it_starts(url: str) -> None
 def test_one_directory_has_one_publisher(tmp_path: Path) -> None:
     with publisher(str(tmp_path)), pytest.raises(ValueError, match="another process is at work"):
         publisher(str(tmp_path))
-    with pytest.raises(ValueError, match="is not supported"):
-        open_target("kafka://host/topic")
+    refused("is not supported", open_target, "kafka://host/topic")
 
 
 def test_a_failing_directory_loses_no_change(tmp_path: Path) -> None:
@@ -430,8 +429,7 @@ def test_while_a_trainer_publishes_it_is_refused(
     with target_url(kind, tmp_path) as url, publisher(url) as out:
         publish_many(out, Model(), {}, 3)
         before = open_target(url).blobs()
-        with pytest.raises(ValueError, match=rf"{problem}.*; stop the trainer first, as its next version would"):
-            republish(url, 2)
+        refused(rf"{problem}.*; stop the trainer first, as its next version would", republish, url, 2)
         assert open_target(url).blobs() == before
 
 
@@ -454,8 +452,7 @@ def test_a_trainer_that_nothing_locks_out_publishes_everything_next(tmp_path: Pa
 def test_a_version_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
     """The message has those that can be; damage and another lineage between a version and its full one count."""
     url, model = str(tmp_path / "published"), Model()
-    with pytest.raises(ValueError, match="has no version; check the path"):
-        republish(url, 1)
+    refused("has no version; check the path", republish, url, 1)
     assert not Path(url).exists()
     for versions in (6, 3):
         with publisher(url, compact_after=1000) as out:
@@ -464,8 +461,7 @@ def test_a_version_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1])
     message = "version {} of .*published cannot be published again: .*; choose one of 1 to 3, 7 to 9$"
     for version in (4, 5, 10, 0, -1):
-        with pytest.raises(ValueError, match=message.format(version)):
-            republish(url, version)
+        refused(message.format(version), republish, url, version)
     listed = {(each.version, each.kind): each for each in list_versions(url)}
     assert "truncated or altered" in listed[4, "delta"].problem
     blobs = {each.version: each.blob for each in listed.values() if each.blob}
@@ -473,8 +469,7 @@ def test_a_version_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
     assert (blobs[7].change.step, blobs[7].change.sample_time) == (7, 70)
     for each in Path(url).glob("full-*"):
         each.unlink()
-    with pytest.raises(ValueError, match=r"no version can be: a published version of .* is truncated"):
-        republish(url, 6)
+    refused(r"no version can be: a published version of .* is truncated", republish, url, 6)
 
 
 def republish_by_turns(url: str) -> None:
@@ -508,5 +503,4 @@ def test_more_full_versions_are_kept_if_asked(tmp_path: Path) -> None:
         publish_many(out, Model(), {}, 15)
     assert [version for version, kind in open_target(str(tmp_path)).blobs() if kind == "full"] == [4, 7, 10, 13]
     assert reachable(list_versions(str(tmp_path))) == list(range(4, 16))
-    with pytest.raises(ValueError, match=re.escape("keep_full must be at least 2, got 1")):
-        publisher(str(tmp_path / "other"), keep_full=1)
+    refused(re.escape("keep_full must be at least 2, got 1"), publisher, str(tmp_path / "other"), keep_full=1)

@@ -24,6 +24,7 @@ from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
 from numbered_data import flat, ids, write_numbered
 from process_groups import in_processes
+from refusal import refused
 from run_comparison import assert_same
 from servers.s3_server import S3Server, s3_clients
 from trained_runs import make_folder
@@ -96,8 +97,7 @@ def test_a_missing_or_damaged_shard_is_refused_as_in_a_folder(uri: str, tmp_path
             list(Reader(copy, "train", rows=rows, batch_size=10).epoch(0))
     with pytest.raises(OSError, match=r"train/00001\.parquet has changed since this run began"):
         list(Reader(copy, "train", rows=range(10, 20), batch_size=10).epoch(0))
-    with pytest.raises(ValueError, match=r"data set s3://bucket/none does not exist, or is empty"):
-        local_data("s3://bucket/none")
+    refused(r"data set s3://bucket/none does not exist, or is empty", local_data, "s3://bucket/none")
     assert not (cache_folder("s3://bucket/none") / "train").exists()
 
 
@@ -144,10 +144,8 @@ def test_a_run_in_an_object_store_equals_a_local_one(folder: Path, server: S3Ser
     )
     assert one | {"checkpoint.pt"} == other | {"checkpoint.pt"}  # which `checkpoint` writes
     assert evaluate_run(copy, data) == evaluate_run(folder / "local", folder / "data")
-    with pytest.raises(ValueError, match=r"data set s3://bucket/none does not exist, or is empty"):
-        evaluate_run(copy, "s3://bucket/none")
-    with pytest.raises(ValueError, match=r"folder s3://bucket/runs/whole is not empty; continue its run with --resume"):
-        run(folder, uri)
+    refused(r"data set s3://bucket/none does not exist, or is empty", evaluate_run, copy, "s3://bucket/none")
+    refused(r"folder s3://bucket/runs/whole is not empty; continue its run with --resume", run, folder, uri)
 
 
 def test_a_run_continues_on_a_machine_without_a_copy(folder: Path, server: S3Server, tmp_path: Path) -> None:
@@ -172,8 +170,7 @@ def test_an_export_is_copied_with_its_manifest_last(folder: Path, server: S3Serv
     manifest = export_run(folder / "local", "s3://bucket/exports/one")
     assert stored(server, "bucket/exports/one") == {*manifest.files, "manifest.json"}
     assert Manifest.load(local_copy("s3://bucket/exports/one", "export")) == manifest
-    with pytest.raises(ValueError, match=r"s3://bucket/exports/one is not empty"):
-        export_run(folder / "local", "s3://bucket/exports/one")
+    refused(r"s3://bucket/exports/one is not empty", export_run, folder / "local", "s3://bucket/exports/one")
     with pytest.raises(ValueError, match=r"export s3://bucket/exports/none does not exist, or is empty"):
         local_copy("s3://bucket/exports/none", "export")
 

@@ -18,6 +18,7 @@ from cowrec.data_pipeline.files import checksum, locked_folder
 from cowrec.trainer.runs.checkpoint import find_checkpoint
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.training.saved_run import evaluate_run
+from refusal import refused
 from run_comparison import assert_same, state_of
 from trained_runs import data_folder, make_folder
 from trained_runs import metrics as metrics_of
@@ -112,10 +113,8 @@ def test_other_settings_are_refused(folder: Path, uninterrupted: Path, tmp_path:
     before = sorted(uninterrupted.rglob("*"))
     with pytest.raises(ValueError, match=r"another configuration: it has optimizer.l2 = 0.0001, but 0.5 is requested"):
         run(folder, uninterrupted, "optimizer.l2=0.5", resume=True)
-    with pytest.raises(ValueError, match=r"is not a run: it has no config.toml"):
-        run(folder, folder / "data", resume=True)
-    with pytest.raises(ValueError, match="has a complete run; add --resume"):
-        run(folder, uninterrupted)
+    refused(r"is not a run: it has no config.toml", run, folder, folder / "data", resume=True)
+    refused("has a complete run; add --resume", run, folder, uninterrupted)
     with locked_folder(uninterrupted), pytest.raises(ValueError, match="another process is at work in"):
         run(folder, uninterrupted, resume=True)
     assert sorted(uninterrupted.rglob("*")) == before
@@ -184,8 +183,7 @@ def test_damage_is_reported_and_the_checkpoint_before_is_used(
     assert_same(copy, uninterrupted)
     for step in (copy / "checkpoints").iterdir():
         flip(step / "__0_0.distcp")
-    with pytest.raises(ValueError, match=r"no checkpoint of .* can be used: .*step_000000010 is damaged"):
-        run(folder, copy, resume=True)
+    refused(r"no checkpoint of .* can be used: .*step_000000010 is damaged", run, folder, copy, resume=True)
 
 
 def test_a_flipped_bit_in_a_manifest_changes_nothing_or_the_checkpoint_before_is_used(
@@ -210,13 +208,11 @@ def test_a_flipped_bit_in_a_manifest_changes_nothing_or_the_checkpoint_before_is
 def test_other_formats_and_models_are_refused(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(uninterrupted, tmp_path / "format")
     rewrite_manifest(copy / "checkpoints" / "step_000000010", lambda content: content.update(format=4))
-    with pytest.raises(ValueError, match=r"is of format 4, this cowrec reads 1; use the version that wrote it"):
-        evaluate_run(copy, folder / "data")
+    refused(r"is of format 4, this cowrec reads 1; use the version that wrote it", evaluate_run, copy, folder / "data")
     copy = shutil.copytree(uninterrupted, tmp_path / "model")
     config = copy / "config.toml"
     config.write_text(config.read_text().replace("embedding_dim = 6", "embedding_dim = 9"))
-    with pytest.raises(ValueError, match=r"step_000000010 does not fit this run, or is damaged: .*ize"):
-        evaluate_run(copy, folder / "data")
+    refused(r"step_000000010 does not fit this run, or is damaged: .*ize", evaluate_run, copy, folder / "data")
 
 
 def replace_description(copy: Path, pickled: bytes) -> Path:
@@ -243,8 +239,7 @@ def test_checkpoints_of_older_pythons_are_read(folder: Path, uninterrupted: Path
     replace_description(copy, pickled.getvalue())
     assert evaluate_run(copy, folder / "data") == evaluate_run(uninterrupted, folder / "data")
     replace_description(copy, b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nVtouch\ntR.")
-    with pytest.raises(ValueError, match="PosixPath'> is not allowed in a checkpoint"):
-        evaluate_run(copy, folder / "data")
+    refused("PosixPath'> is not allowed in a checkpoint", evaluate_run, copy, folder / "data")
 
 
 class Touch:
@@ -261,8 +256,7 @@ def test_a_malicious_checkpoint_runs_no_code(folder: Path, uninterrupted: Path, 
     copy, proof = shutil.copytree(uninterrupted, tmp_path / "copy"), tmp_path / "proof"
     step = replace_description(copy, pickle.dumps(Touch(proof)))
     for use in (lambda: evaluate_run(copy, folder / "data"), lambda: run(folder, copy, resume=True)):
-        with pytest.raises(ValueError, match="is not allowed in a checkpoint"):
-            use()
+        refused("is not allowed in a checkpoint", use)
     assert not proof.exists()
     pickle.loads((step / ".metadata").read_bytes())
     assert proof.exists()

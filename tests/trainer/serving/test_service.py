@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from commands.command_line import exit_code
 from commands.forked_commands import run_forked
 from cowrec.trainer.serving.service import Late, Limits, MicroBatcher, Service
+from refusal import refused
 from serving import (
     DEADLINE,
     GOOD,
@@ -227,10 +228,8 @@ def test_a_folder_that_is_not_an_export_is_reported(folder: Path, tmp_path: Path
     done = run_forked("serve", tmp_path, "--port", free_port())
     assert done.returncode == 2
     assert f"cowrec: error: {tmp_path}" in done.stderr
-    with pytest.raises(ValueError, match="scheme 'ftp' is not supported"):
-        Service(folder / "export", "ftp://x")
-    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
-        Limits(samples=0)
+    refused("scheme 'ftp' is not supported", Service, folder / "export", "ftp://x")
+    refused("samples must be at least 1, got 0", Limits, samples=0)
 
 
 def test_waiting_calls_are_computed_together() -> None:

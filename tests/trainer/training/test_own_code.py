@@ -23,6 +23,7 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sweep.runs import train_in
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
+from refusal import refused
 from run_comparison import assert_close, assert_same, state_of
 from trained_runs import metrics, predicted, report_of, write_network
 from trainer_cases import case_of, make_data, train_in_processes
@@ -128,15 +129,13 @@ def test_an_export_does_not_say_where_code_is_searched(folder: Path, tmp_path: P
     export_run(folder / "run", tmp_path / "export")
     forget()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="there is no module my_network in Python's path"):
-        ServedModel.load(tmp_path / "export")
+    refused("there is no module my_network in Python's path", ServedModel.load, tmp_path / "export")
 
 
 def test_two_files_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:
     load_config(folder / "code" / "my_run.toml")
     config = write_example(tmp_path)
-    with pytest.raises(ValueError, match=rf"code/my_network.py is imported, but {tmp_path}/my_network.py exists too"):
-        load_config(config)
+    refused(rf"code/my_network.py is imported, but {tmp_path}/my_network.py exists too", load_config, config)
 
 
 def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path) -> None:
@@ -149,7 +148,4 @@ def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path) -> 
         Schema.load(folder / "data"),
         Process(0, 2, 2, True, torch.device("cpu")),
     )
-    with pytest.raises(
-        ValueError, match=r"has a BatchNorm1d .*norm., whose means are those of the samples of one process"
-    ):
-        unsharded_task(plan)
+    refused(r"has a BatchNorm1d .*norm., whose means are those of the samples of one process", unsharded_task, plan)

@@ -23,6 +23,7 @@ from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.serving.service import Service
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
+from refusal import refused
 from run_comparison import assert_close, state_of
 from trained_runs import make_folder, metrics, predicted, report_of
 from trained_runs import run as run_of
@@ -119,8 +120,7 @@ def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             train(load_config(folder / "run.toml", [*OPTIONS, *setting.split()]), folder / "both", tmp_path / "run")
         assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match="its labels are label instead of click, buy"):
-        evaluate_run(folder / "run", folder / "data")
+    refused("its labels are label instead of click, buy", evaluate_run, folder / "run", folder / "data")
 
 
 KEPT = 0.25
@@ -172,6 +172,5 @@ def test_a_served_model_and_an_exported_network_correct_too(negatives: Path, tmp
 def test_a_stream_has_all_negatives(negatives: Path) -> None:
     codec = SampleCodec.load(negatives / "data")
     samples = codec.from_objects([{"price": 1, "city": "city1", "click": 1, "time": 5}])
-    with pytest.raises(ValueError, match="training on a stream takes all samples; prepare the data with"):
-        codec.encode(samples)
+    refused("training on a stream takes all samples; prepare the data with", codec.encode, samples)
     assert codec.encode(samples, training=False).table.num_rows == 1

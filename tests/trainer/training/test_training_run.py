@@ -21,6 +21,7 @@ from cowrec.trainer.runs.checkpoint import best_epoch
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.training import evaluation
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
+from refusal import refused
 from run_comparison import assert_same
 from trained_runs import data_folder, make_folder, metrics, predicted, report_of, run
 from trainer_cases import TEST_ROWS, TRAIN_ROWS, UNWEIGHTED, config_file, edit_column, interrupted, make_data, raw_rows
@@ -92,10 +93,8 @@ def test_raw_data_are_prepared_like_the_run_without_its_training_data(folder: Pa
         if labelled:
             assert evaluate_run(moved, data)["rows"] == 33
         else:
-            with pytest.raises(ValueError, match="has no labels: it can be predicted, not evaluated"):
-                evaluate_run(moved, data)
-            with pytest.raises(ValueError, match=r"the train split of .* has no samples"):
-                run(folder, tmp_path / "untrained", data=data)
+            refused("has no labels: it can be predicted, not evaluated", evaluate_run, moved, data)
+            refused(r"the train split of .* has no samples", run, folder, tmp_path / "untrained", data=data)
             assert not (tmp_path / "untrained").exists()
     tables = [pq.read_table(tmp_path / f"{labelled}.parquet") for labelled in (True, False)]
     assert tables[0].column_names == ["sample_number", "label", "prediction"]
@@ -140,11 +139,9 @@ def test_data_with_other_ids_are_refused(folder: Path, tmp_path: Path) -> None:
     assert evaluate_run(folder / "run", other)["rows"] == TEST_ROWS
     # The same ids, with the rows of two exchanged.
     pq.write_table(table.take([1, 0, *range(2, len(table))]), vocabulary)
-    with pytest.raises(ValueError, match=r"was not prepared like .*: the ids of field 'city' differ; .*--like"):
-        evaluate_run(folder / "run", other)
+    refused(r"was not prepared like .*: the ids of field 'city' differ; .*--like", evaluate_run, folder / "run", other)
     vocabulary.unlink()
-    with pytest.raises(ValueError, match=r"city.parquet is missing"):
-        evaluate_run(folder / "run", other)
+    refused(r"city.parquet is missing", evaluate_run, folder / "run", other)
     with pytest.raises(ValueError, match="its fields, their sizes or scales differ"):
         evaluate_run(folder / "run", make_data(tmp_path / "fewer", UNWEIGHTED))
 
@@ -156,8 +153,7 @@ def test_synthetic_data_of_another_seed_are_refused(folder: Path, tmp_path: Path
     report = run(folder, tmp_path / "run", "train.epochs=1", data=tmp_path / "one")
     assert report["best_possible"]["auc"] > 0.5
     assert evaluate_run(tmp_path / "run", tmp_path / "one")["rows"] == 40
-    with pytest.raises(ValueError, match="it is synthetic, of another seed or shape"):
-        evaluate_run(tmp_path / "run", tmp_path / "two")
+    refused("it is synthetic, of another seed or shape", evaluate_run, tmp_path / "run", tmp_path / "two")
 
 
 def test_seeds_residency_and_plans(folder: Path, tmp_path: Path) -> None:
@@ -228,8 +224,7 @@ OF_STREAMS = {
 
 def test_invalid_settings_leave_nothing_behind(folder: Path, tmp_path: Path) -> None:
     for settings, message in REFUSED.items():
-        with pytest.raises(ValueError, match=message):
-            run(folder, tmp_path / "run", *settings.split())
+        refused(message, run, folder, tmp_path / "run", *settings.split())
     for settings, message in OF_STREAMS.items():
         with pytest.raises(ValueError, match=message):
             online(load_config(folder / "run.toml", settings.split()), folder / "data", "nowhere", tmp_path / "run")
@@ -239,8 +234,7 @@ def test_invalid_settings_leave_nothing_behind(folder: Path, tmp_path: Path) -> 
 def test_a_run_without_a_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(ValueError, match=r"no checkpoint in .*; train the run first"):
-        evaluate_run(tmp_path / "run", folder / "data")
+    refused(r"no checkpoint in .*; train the run first", evaluate_run, tmp_path / "run", folder / "data")
 
 
 def test_real_clicks_are_learned(tmp_path: Path) -> None:
@@ -353,8 +347,7 @@ def test_a_checkpoint_can_be_named(single: Path, stopped: dict[str, Any], caplog
         text = f"step_{step:09d}, after epoch {step // 4}" + (", the best by logloss" if name in ("", "best") else "")
         assert text in caplog.text
     for name, message in (("3", r"no checkpoint of step 3; it has those of steps \d+"), ("bets", "got .bets.")):
-        with pytest.raises(ValueError, match=message):
-            evaluate_run(single / "stopped", single / "data", checkpoint=name)
+        refused(message, evaluate_run, single / "stopped", single / "data", checkpoint=name)
 
 
 def test_a_validation_split_is_used_like_samples_held_out_of_training(single: Path, tmp_path: Path) -> None:

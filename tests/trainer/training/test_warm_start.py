@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import pytest
 import torch
 
 from cowrec.data_pipeline import PrepareConfig, prepare
 from cowrec.trainer.training.saved_run import evaluate_run
+from refusal import refused
 from trained_runs import run as run_of
 from trainer_cases import CONFIG, checkpoint
 
@@ -81,8 +81,6 @@ def test_mismatches_are_refused(tmp_path: Path) -> None:
             ("nowhere_else", "train.seed=0", r"is not a run: it has no config\.toml"),
         )
     ):
-        with pytest.raises(ValueError, match=message):
-            run(tmp_path, same, f"other{number}", f"train.warm_start={tmp_path}/{earlier}", setting)
+        refused(message, run, tmp_path, same, f"other{number}", f"train.warm_start={tmp_path}/{earlier}", setting)
     other = data(tmp_path / "b", "new", ["rome", "oslo"], COLUMNS.replace("numeric", "categorical"))
-    with pytest.raises(ValueError, match=r"another network|has other fields"):
-        run(tmp_path, other, "fields", f"train.warm_start={tmp_path}/first")
+    refused(r"another network|has other fields", run, tmp_path, other, "fields", f"train.warm_start={tmp_path}/first")
