@@ -1,6 +1,5 @@
 """The run's configuration: error messages, overrides, saving, derived values, id tables, and written templates."""
 
-import dataclasses
 import math
 import re
 from dataclasses import replace
@@ -60,10 +59,8 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ('[optimizer]\nscaling = "sqrt_sta"', "optimizer.scaling = 'sqrt_sta' is not known; did you mean 'sqrt_star'?"),
         ('[optimizer]\nembedding = "fbgemm_cowclip"', "does its own clipping, not clip.rule = 'cowclip'; set"),
         ("[optimizer]\nlr_decay = 0.0", "optimizer.lr_decay must be a word or above 0 and finite, got 0.0"),
-        (
-            '[optimizer]\nembedding = "sgd"\nweight_decay = 0.1',
-            'optimizer.weight_decay = 0.1 needs optimizer.embedding = "adam", got \'sgd\'; use optimizer.l2',
-        ),
+        ('[optimizer]\nembedding = "sgd"\nweight_decay = 0.1',
+         'optimizer.weight_decay = 0.1 needs optimizer.embedding = "adam", got \'sgd\'; use optimizer.l2'),
         ('[optimizer]\nembedding = "sgd"\nwide = "ftrl"', 'optimizer.wide = "ftrl" needs optimizer.embedding = "adam"'),
         ("[optimizer]\nwide_alpha = 0.0", "optimizer.wide_alpha must be above 0 and finite, got 0.0"),
         ('[clip]\nrule = "field"', "clip.rule = 'field' needs clip.max_norm"),
@@ -86,10 +83,9 @@ def test_messages_name_key_value_and_remedy(tmp_path: Path, toml: str, message: 
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.toml does not exist; cowrec config init --output .* writes one"):
-        load_config(tmp_path / "none.toml")
-    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
-        load_config(tmp_path)
+    absent = r"none\.toml does not exist; cowrec config init --output .* writes one"
+    refused(absent, load_config, tmp_path / "none.toml")
+    refused("cannot be read: Is a directory", load_config, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +101,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 )
 def test_overrides_take_toml_values_and_bare_words(tmp_path: Path, overrides: list[str], expected: dict) -> None:
     config = load(tmp_path, "[train]\nbatch_size = 5\nseed = 7", *overrides, "optimizer.betas=[0.5, 1e-1]")
-    assert config.train == dataclasses.replace(TrainConfig(batch_size=5, seed=7), **expected)
+    assert config.train == replace(TrainConfig(batch_size=5, seed=7), **expected)
     assert config.optimizer.betas == (0.5, 0.1)
 
 
@@ -125,8 +121,7 @@ def test_overrides_take_toml_values_and_bare_words(tmp_path: Path, overrides: li
 )  # fmt: skip
 def test_the_flag_that_causes_an_error_is_blamed(tmp_path: Path, overrides: list[str], blamed: str) -> None:
     toml = '[model]\nname = "none"' if "{file}" in blamed or "model" in overrides[0] else ""
-    with pytest.raises(ValueError, match="^" + re.escape(blamed.format(file=tmp_path / "run.toml"))):
-        load(tmp_path, toml, *overrides)
+    refused("^" + re.escape(blamed.format(file=tmp_path / "run.toml")), load, tmp_path, toml, *overrides)
 
 
 @pytest.mark.parametrize("batch_size", [1024, 8192, 65536, 131072])
@@ -173,10 +168,8 @@ def test_default_rates_follow_the_samples(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     save_config(begun, tmp_path / "run" / "config.toml")
     longer = with_defaults(load(tmp_path, "[train]\nepochs = 3"), 8_000_000, begun)
-    with pytest.raises(
-        ValueError, match=r'epochs = 2, but 3 is requested; .* another run with optimizer.lr_decay = "none"'
-    ):
-        require_own(tmp_path / "run", longer)
+    message = r'epochs = 2, but 3 is requested; .* another run with optimizer.lr_decay = "none"'
+    refused(message, require_own, tmp_path / "run", longer)
 
 
 def test_batch_size_and_l2_follow_the_samples(tmp_path: Path) -> None:
@@ -224,16 +217,9 @@ def schema(**fields: dict) -> Schema:
 
 
 def test_a_table_is_a_field_unless_fields_share_it() -> None:
-    config = config_from(
-        {
-            "model": {"embedding_dims": {"user": 4, "author": 4}},
-            "id_table": {
-                "kind": "collisionless",
-                "capacity": 100,
-                "tables": {"people": {"fields": ["user", "author"], "capacity": 50}, "day": {"kind": "rows"}},
-            },
-        }
-    )
+    shared = {"people": {"fields": ["user", "author"], "capacity": 50}, "day": {"kind": "rows"}}
+    ids = {"kind": "collisionless", "capacity": 100, "tables": shared}
+    config = config_from({"model": {"embedding_dims": {"user": 4, "author": 4}}, "id_table": ids})
     specs = table_specs(schema(user={}, day={}, item={}, author={}), config)
     found = {spec.name: ([field.name for field in spec.fields], spec.ids.kind, spec.ids.capacity) for spec in specs}
     assert found == {
@@ -246,18 +232,13 @@ def test_a_table_is_a_field_unless_fields_share_it() -> None:
     assert [spec.embedding_dim for spec in specs] == [4, 10, 10]
 
 
+IDS = {"kind": "collisionless"}
 WRONG_TIME = 'id_table.expire_after must be a whole number and a unit .* such as "30d"'
 WRONG_TABLES: list[tuple[dict[str, Any], str]] = [
-    *[
-        ({"kind": "collisionless", "expire_after": text}, WRONG_TIME)
-        for text in ("30", "d", "-3d", "1.5h", "0d", "3 months")
-    ],
+    *(({"expire_after": text} | IDS, WRONG_TIME) for text in ("30", "d", "-3d", "1.5h", "0d", "3 months")),
     ({"capacity": 0}, "id_table.capacity must be at least 1, got 0"),
     ({"kind": "hash", "expire_after": "3d"}, r'id_table.expire_after = .3d. has no meaning for .*"hash"'),
-    (
-        {"kind": "rows", "tables": {"day": {"admission": "count"}}},
-        "tables.day.admission = 'count' has no meaning",
-    ),
+    ({"kind": "rows", "tables": {"day": {"admission": "count"}}}, "tables.day.admission = 'count' has no meaning"),
     ({"tables": {"day": {"capacty": 4}}}, "id_table.tables.day.capacty"),
     ({"tables": {"dya": {"capacity": 4}}}, "names 'dya', which is not a sparse field; did you mean"),
     ({"kind": "rows", "tables": {"both": {"fields": ["day", "user"]}}}, "row numbers mean different ids"),
@@ -271,19 +252,14 @@ WRONG_TABLES: list[tuple[dict[str, Any], str]] = [
 def test_tables_that_are_invalid_or_do_not_fit_the_data_are_refused(section: dict[str, Any], message: str) -> None:
     fields = schema(day={}, user={}, item={}, tags={"kind": "multi", "pooling": "mean"})
     given = {"id_table": {"kind": "hash"} | section, "model": {"embedding_dims": {"item": 3}}}
-    with pytest.raises(ValueError, match=message):
-        table_specs(fields, config_from(given))
+    refused(message, lambda: table_specs(fields, config_from(given)))
 
 
 def test_names_and_raw_ids_that_have_no_table_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"model.embedding_dims names 'usr', .* did you mean 'user'?"):
-        table_specs(schema(user={}), config_from({"model": {"embedding_dims": {"usr": 3}}}))
+    unknown = config_from({"model": {"embedding_dims": {"usr": 3}}})
+    refused(r"model.embedding_dims names 'usr', .* did you mean 'user'?", table_specs, schema(user={}), unknown)
     raw = Schema("tabular", (), (SparseField("user", 0, encoding="raw"),), {})
-    with pytest.raises(ValueError, match="field 'user' has raw ids"):
-        table_specs(raw, config_from({}))
-
-
-KEY = re.compile(r"^# (\w+ = .+)$", re.MULTILINE)
+    refused("field 'user' has raw ids", table_specs, raw, config_from({}))
 
 
 def test_every_shipped_configuration_can_be_had() -> None:
@@ -294,15 +270,14 @@ def test_every_shipped_configuration_can_be_had() -> None:
 
 @pytest.mark.parametrize("preset", presets())
 def test_a_written_file_has_the_values_of_its_preset(preset: str, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(run_file(preset))
     expected = RunConfig() if preset == OWN_DATA else load_config(CONFIGS / f"{preset}.toml")
-    assert load_config(tmp_path / "run.toml") == expected
+    assert load(tmp_path, run_file(preset)) == expected
 
 
 def test_keys_can_be_uncommented(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(KEY.sub(r"\1", run_file()))
-    assert load_config(tmp_path / "run.toml") == RunConfig()
-    assert len(KEY.findall(run_file())) > 80
+    keys = re.compile(r"^# (\w+ = .+)$", re.MULTILINE)
+    assert load(tmp_path, keys.sub(r"\1", run_file())) == RunConfig()
+    assert len(keys.findall(run_file())) > 80
 
 
 def test_the_command_writes_new_files_only(cowrec: Cowrec, tmp_path: Path) -> None:
@@ -319,28 +294,19 @@ def test_values_made_in_python_are_checked(tmp_path: Path) -> None:
     changed = replace(config, train=replace(config.train, batch_size=8192))
     save_config(changed, tmp_path / "run.toml")
     assert load_config(tmp_path / "run.toml") == changed
-    refused(
-        'train.batch_size must be at least 0, or "auto", in Python -1, got .8K.', replace, config.train, batch_size="8K"
-    )
-    refused(
-        r"RunConfig.train must be a TrainConfig, got {.*dataclasses.replace change values", RunConfig, train={"x": 1}
-    )
+    size = 'train.batch_size must be at least 0, or "auto", in Python -1, got .8K.'
+    refused(size, replace, config.train, batch_size="8K")
+    kind = r"RunConfig.train must be a TrainConfig, got {.*dataclasses.replace change values"
+    refused(kind, RunConfig, train={"x": 1})
     wrong: Any = replace(config, train=replace(config.train, eval_batch_size=5.5))
-    for given, message in (
-        (wrong, "train.eval_batch_size = 5.5: "),
-        ("run.toml", "must be a RunConfig, got 'run.toml'; load_"),
-    ):
-        refused(message, train, given, tmp_path, tmp_path / "run")
+    refused("train.eval_batch_size = 5.5: ", train, wrong, tmp_path, tmp_path / "run")
+    refused("must be a RunConfig, got 'run.toml'; load_", train, "run.toml", tmp_path, tmp_path / "run")
 
 
 def test_every_count_takes_a_unit(tmp_path: Path) -> None:
     """Whole numbers of all sections, in the file and by --set: as the number, which some refuse."""
-    keys = [
-        (section, key)
-        for section, kind in get_type_hints(RunConfig).items()
-        for key, hint in get_type_hints(kind).items()
-        if hint in (int, int | None)
-    ]
+    sections = [(section, get_type_hints(kind)) for section, kind in get_type_hints(RunConfig).items()]
+    keys = [(section, key) for section, hints in sections for key in hints if hints[key] in (int, int | None)]
     assert len(keys) > 25
 
     def outcome(toml: str, *overrides: str) -> RunConfig | str:
