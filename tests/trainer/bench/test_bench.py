@@ -33,17 +33,15 @@ from cowrec.trainer.sharded_model.build import build_sharded, dense_parameters, 
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from criteo_stream import last_by_loop
 from process_groups import in_processes
+from refusal import refused
 from trainer_cases import free_port, launched_as
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_stream_ends_with_its_last_complete_step():
-    assert last_steps(np.array([0, 1, 4, 5, 9], np.int32), 4, 2).tolist() == [0, 1, 1, 2, 2]
-
-
 @pytest.mark.parametrize("mode", ["replay", "dense"])
 def test_rows_enter_the_state_that_the_stream_leaves(tmp_path, mode):
+    assert last_steps(np.array([0, 1, 4, 5, 9], np.int32), 4, 2).tolist() == [0, 1, 1, 2, 2]
     ids, batch_size, steps = CriteoIds(max_rows=30), 8, 5
     np.save(tmp_path / "last.npy", ids.last_samples(steps * batch_size))
     config = criteo_config("deepfm", batch_size, mode)
@@ -52,8 +50,7 @@ def test_rows_enter_the_state_that_the_stream_leaves(tmp_path, mode):
     with process_group("cpu") as process:
         schema = make_schema(case)
         plan = RunPlan.of(config, schema, process)
-        model = build_sharded(plan)
-        adam = embedding_optimizer(plan, model)
+        adam = embedding_optimizer(plan, build_sharded(plan))
         assert isinstance(adam, EmbeddingAdam)
         enter_steady_state(case, adam, size, plan.scaled.hyperparameters.betas)
         with adam.as_stored():
@@ -84,11 +81,10 @@ def test_rows_enter_the_state_that_the_stream_leaves(tmp_path, mode):
 
 def test_every_combination_is_measured_batch_size_by_batch_size():
     settings = Bench(["replay", "lazy"], [64, 128], clips=["on", "off"], precisions=["float32", "bfloat16"])
-    configs = [case.config for case in cases(settings, CriteoIds(max_rows=50), Path("last.npy"))]
-    found = [
-        (each.train.batch_size, each.train.precision, each.optimizer.absent_rows, each.clip.rule) for each in configs
-    ]
-    rules = ("cowclip_reference", "none")
+    found, rules = [], ("cowclip_reference", "none")
+    for case in cases(settings, CriteoIds(max_rows=50), Path("last.npy")):
+        train, optimizer, clip = case.config.train, case.config.optimizer, case.config.clip
+        found.append((train.batch_size, train.precision, optimizer.absent_rows, clip.rule))
     assert found == list(product((64, 128), ("float32", "bfloat16"), ("replay", "lazy"), rules))
 
 
@@ -103,6 +99,10 @@ def test_the_roofline_counts_what_torch_counts():
     assert bytes_per_sample(2, 4, 1.5) == 2 * 8 + 4 * 2 * 4 * 4 + 1.5 * 2 * 3 * 4 * 4
 
 
+def lines_of(file):
+    return [json.loads(text) for text in file.read_text().splitlines()]
+
+
 def with_a_failure(settings, ids, file):
     """The combinations of a bench, and before them one that cannot read the ids before it."""
     first, *others = cases(settings, ids, file)
@@ -114,7 +114,7 @@ def test_a_small_bench_and_a_combination_that_fails(cowrec, tmp_path, monkeypatc
     output = tmp_path / "bench.jsonl"
     what = ["--rows", "200", "--absent-rows", "replay,dense", "--batch-sizes", "64"]
     code, printed, said = cowrec("bench", *what, "--epoch-share", "0.001", "--seconds", "0", "--output", output)
-    failed, replay, dense = (json.loads(line) for line in output.read_text().splitlines())
+    failed, replay, dense = lines_of(output)
     assert (code, failed["mode"], replay["mode"], dense["mode"]) == (2, "replay", "replay", "dense")
     assert "missing.npy" in failed["error"]
     identity = ("clip", "precision", "model", "max_rows", "device", "git_commit")
@@ -126,8 +126,7 @@ def test_a_small_bench_and_a_combination_that_fails(cowrec, tmp_path, monkeypatc
         rows = sum(min(size, 200) for size in CRITEO_SIZES)
         assert (line["batch_size"], line["table_rows"]) == (64, rows)
         assert (line["table_bytes"], line["moments_bytes"]) == (rows * 48, rows * 96)
-        assert line["steps"] == 5
-        assert line["steps_before"] == round(0.001 * 41_256_555 / 64)
+        assert (line["steps"], line["steps_before"]) == (5, round(0.001 * 41_256_555 / 64))
         assert line["samples_per_second"] == pytest.approx(64_000 / line["step_ms"])
         low, high = line["samples_per_second_quartiles"]
         assert low <= line["samples_per_second"] <= high
@@ -140,10 +139,7 @@ def test_a_small_bench_and_a_combination_that_fails(cowrec, tmp_path, monkeypatc
         assert min(parts.values()) > 0
         assert line["minutes_of_10_epochs"] == pytest.approx(10 * 41_256_555 / line["samples_per_second"] / 60)
         roof = line["roofline"]
-        seconds = (
-            roof["flops_per_sample"] / roof["flops_per_second"],
-            roof["bytes_per_sample"] / roof["bytes_per_second"],
-        )
+        seconds = [roof[f"{what}_per_sample"] / roof[f"{what}_per_second"] for what in ("flops", "bytes")]
         assert roof["step_ms"] == pytest.approx(1e3 * 64 * max(seconds))
         assert (line["clip"], line["precision"]) == ("on", "float32")
         # 26 fields of one id, whose rows of a batch are at most its samples; see the count by hand below.
@@ -155,8 +151,7 @@ def test_a_small_bench_and_a_combination_that_fails(cowrec, tmp_path, monkeypatc
 
 def test_tables_cope_with_combinations_that_are_missing():
     """Of two modes and two batch sizes one combination failed; the paper's minutes are there for both sizes."""
-    path = next((ROOT / "results").glob("*/bench.jsonl"))
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    lines = lines_of(next((ROOT / "results").glob("*/bench.jsonl")))
     sizes = sorted({line["batch_size"] for line in lines})[:2]
     modes = list(dict.fromkeys(line["mode"] for line in lines))[:2]
     four = [line for line in lines if line["batch_size"] in sizes and line["mode"] in modes]
@@ -175,9 +170,8 @@ def test_several_cases_can_be_measured_in_one_process(monkeypatch):
     assert all(line["host_ms"] > 0 for line in lines if "error" not in line)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_invalid_settings_are_refused():
+    for flags, message in (
         ({"modes": ["replay", "eager"]}, "--absent-rows 'eager' is not known; known: lazy, dense, replay"),
         ({"clips": ["no"]}, "--clip 'no' is not known; known: on, off"),
         ({"precisions": ["float16"]}, "--precision 'float16' is not known; known: float32, tf32, bfloat16"),
@@ -188,11 +182,8 @@ def test_several_cases_can_be_measured_in_one_process(monkeypatch):
         ({"max_rows": 1}, "--rows must be full or at least 2, got 1"),
         ({"epoch_share": 0.0}, "--epoch-share must be above 0"),
         ({"seconds": float("nan")}, "--seconds must be at least 0, got nan"),
-    ],
-)
-def test_invalid_settings_are_refused(flags, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Bench(**flags)
+    ):
+        refused(re.escape(message), Bench, **flags)
 
 
 @pytest.mark.parametrize("end", [ProcessFailed("killed"), KeyboardInterrupt()])
@@ -206,7 +197,7 @@ def test_what_was_measured_before_the_end_is_kept(tmp_path, monkeypatch, end):
     settings = Bench(["replay"], [64, 128], max_rows=2, epoch_share=1e-5)
     with pytest.raises(Interrupted) if isinstance(end, KeyboardInterrupt) else contextlib.nullcontext():
         bench(settings, output)
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    lines = lines_of(output)
     assert [line["step_ms"] for line in lines] == [4.0] * (1 if isinstance(end, KeyboardInterrupt) else 2)
     assert lines[0]["error"].startswith(str(end) or "interrupted")
 
@@ -245,6 +236,7 @@ def test_the_shape_of_mlperf_is_the_published_one() -> None:
 
 
 def test_samples_have_the_published_numbers_of_ids_and_fit_the_tables() -> None:
+    """Bytes of embeddings are counted by hand: with tables of one row, 100 samples share 26 rows."""
     process = Process(0, 2, 2, True, torch.device("cpu"), timedelta(seconds=1))
     batch = make_batch(TABLE_ROWS, 1000, process, seed=3)
     assert (batch.label.numel(), batch.global_batch_size, tuple(batch.dense.shape)) == (500, 1000, (500, 13))
@@ -260,19 +252,15 @@ def test_samples_have_the_published_numbers_of_ids_and_fit_the_tables() -> None:
     again = make_batch(TABLE_ROWS, 1000, process, seed=3)
     assert torch.equal(again.sparse.values(), batch.sparse.values())
     assert not torch.equal(make_batch(TABLE_ROWS, 1000, process, seed=4).sparse.values(), batch.sparse.values())
-
-
-def test_bytes_of_mlperfs_embeddings_are_counted_by_hand() -> None:
-    """With tables of one row, 100 samples share 26 rows."""
-    process = Process(0, 1, 1, False, torch.device("cpu"), timedelta(seconds=1))
-    batch = make_batch((1,) * 26, 100, process, seed=0)
-    assert mlperf.bytes_per_sample(batch) == pytest.approx(4 * 214 + 4 * 26 * 512 + 0.26 * (3 * 512 + 8))
+    alone = Process(0, 1, 1, False, torch.device("cpu"), timedelta(seconds=1))
+    found = mlperf.bytes_per_sample(make_batch((1,) * 26, 100, alone, seed=0))
+    assert found == pytest.approx(4 * 214 + 4 * 26 * 512 + 0.26 * (3 * 512 + 8))
 
 
 def test_a_small_bench_of_mlperf(cowrec: Cowrec, tmp_path: Path) -> None:
     output = tmp_path / "bench.jsonl"
     _, printed, _ = cowrec("bench", *SMALL, "--clip", "off", "--output", output)
-    line, rows = json.loads(output.read_text()), sum(min(rows, 200) for rows in TABLE_ROWS)
+    (line,), rows = lines_of(output), sum(min(rows, 200) for rows in TABLE_ROWS)
     assert (line["table_rows"], line["table_bytes"], line["moments_bytes"]) == (rows, 512 * rows, 4 * rows)
     assert (line["model"], line["mode"], line["batch_size"]) == ("mlperf-dcnv2", "rowwise_adagrad", 32)
     assert line["samples_per_second_of_gpu"] == line["samples_per_second"] == pytest.approx(32e3 / line["step_ms"])
@@ -287,7 +275,7 @@ def test_a_small_bench_of_tables_alone(cowrec: Cowrec, tmp_path: Path) -> None:
     output = tmp_path / "bench.jsonl"
     flags = ["--preset", "embedding-adam", "--rows", "100", "--batch-sizes", "32", "--seconds", "0"]
     _, printed, _ = cowrec("bench", *flags, "--clip", "on,off", "--output", output)
-    lines = [json.loads(text) for text in output.read_text().splitlines()]
+    lines = lines_of(output)
     assert [(line["clip"], line["table_bytes"], line["moments_bytes"]) for line in lines] == [
         (clip, 1000 * 512, 1000 * 1024) for clip in ("on", "off")
     ]
@@ -319,7 +307,7 @@ def bench_in_process(rank: int, folder: Path, port: int) -> None:
 
 def test_several_processes_measure_together(tmp_path: Path) -> None:
     in_processes(bench_in_process, (tmp_path, free_port()), 2)
-    (line,) = (json.loads(text) for text in (tmp_path / "bench.jsonl").read_text().splitlines())
+    (line,) = lines_of(tmp_path / "bench.jsonl")
     assert (line["world_size"], line["steps"], line["clip"]) == (2, 10, "on")
     assert line["config"]["clip"]["rule"] == "cowclip"
     assert line["samples_per_second_of_gpu"] == line["samples_per_second"] / 2

@@ -24,6 +24,7 @@ from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX
 from cowrec.trainer.measures.quality import Samples, calibration_remark, group_aucs, measure
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from process_groups import in_processes
+from refusal import refused
 from trained_runs import report_of, run
 from trainer_cases import TRAIN_ROWS, config_file, free_port, launched_as, make_data
 
@@ -178,10 +179,9 @@ def test_groups_are_measured_as_by_scikit_learn(segments: Path, column: str) -> 
     assert (no_group["largest"], no_group["rest"]["rows"]) == ([], sum(sizes))
 
 
-def test_two_processes_measure_what_one_does(segments: Path) -> None:
+def test_two_processes_measure_what_one_does_and_other_columns_are_refused(segments: Path) -> None:
     """Batches of 20 of 301 samples: the last one leaves the second process without a sample."""
-    port = free_port()
-    in_processes(_evaluate_as, (segments, port), 2)
+    in_processes(_evaluate_as, (segments, free_port()), 2)
     one = evaluate_run(segments / "run", segments / "data", by=COLUMNS, top=TOP)
     for rank in (0, 1):
         several = json.loads((segments / f"rank{rank}.json").read_text())
@@ -191,6 +191,11 @@ def test_two_processes_measure_what_one_does(segments: Path) -> None:
             own, other = several["by"][column], one["by"][column]
             assert own["gauc"] == pytest.approx(other["gauc"], abs=1e-6)
             assert [line["id"] for line in own["largest"]] == [line["id"] for line in other["largest"]]
+    for column, message in (
+        ("price", "'price' of .* is a number, by which samples cannot be grouped"),
+        ("town", "has no field or kept column 'town' to group by; there are: city, tags, history, user"),
+    ):
+        refused(message, evaluate_run, segments / "run", segments / "data", by=[column])
 
 
 def _evaluate_as(rank: int, folder: Path, port: int) -> None:
@@ -198,18 +203,6 @@ def _evaluate_as(rank: int, folder: Path, port: int) -> None:
     result = evaluate_run(folder / "run", folder / "data", by=COLUMNS, top=TOP)
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
     os._exit(0)  # see process_groups
-
-
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        ("price", "'price' of .* is a number, by which samples cannot be grouped"),
-        ("town", "has no field or kept column 'town' to group by; there are: city, tags, history, user"),
-    ],
-)
-def test_other_columns_are_refused(segments: Path, column: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        evaluate_run(segments / "run", segments / "data", by=[column])
 
 
 # Few different logits, so that many are equal; weights may be 0.
@@ -284,14 +277,6 @@ def test_bins_of_different_predictions_are_scikit_learns_quantiles() -> None:
     assert bins.weight == (20.0,) * 20
 
 
-def test_samples_without_a_label_are_left_out() -> None:
-    logits, label = torch.tensor([0.0, 1.0, 5.0]), torch.tensor([0.0, 1.0, math.nan])
-    assert measure(Samples(logits, label)) == measure(Samples(logits[:2], label[:2]))
-    nothing = measure(Samples(logits[2:], label[2:]))
-    assert nothing.rows == 0
-    assert math.isnan(nothing.logloss)
-
-
 def test_zeros_of_both_signs_and_neighbouring_numbers_are_ordered_exactly() -> None:
     rng = np.random.default_rng(0)
     near = 2 + rng.integers(0, 300, 3000) * 2.0**-22
@@ -301,16 +286,17 @@ def test_zeros_of_both_signs_and_neighbouring_numbers_are_ordered_exactly() -> N
         assert quality.auc == pytest.approx(roc_auc_score(label, logits), abs=1e-12)
 
 
-def test_numbers_that_are_not_finite_are_no_quality() -> None:
+def test_samples_without_a_label_are_left_out_and_numbers_that_are_not_finite_are_no_quality() -> None:
+    logits, label = torch.tensor([0.0, 1.0, 5.0]), torch.tensor([0.0, 1.0, math.nan])
+    assert measure(Samples(logits, label)) == measure(Samples(logits[:2], label[:2]))
+    nothing = measure(Samples(logits[2:], label[2:]))
+    assert (nothing.rows, math.isnan(nothing.logloss)) == (0, True)
     label = torch.tensor([0.0, 1.0, 1.0])
     for wrong in (math.nan, math.inf):
         assert not math.isfinite(measure(Samples(torch.tensor([0.0, wrong, 1.0]), label)).logloss)
     logits = torch.tensor([-1.0, 1.0, 0.5])
     quality = measure(Samples(logits, label, true_logit=torch.tensor([1.0, math.nan, 0.0])))
-    assert quality.auc == 1
-    assert quality.expected_auc is not None
-    assert quality.expected_logloss is not None
-    assert math.isnan(quality.expected_auc + quality.expected_logloss)
+    assert (quality.auc, math.isnan(quality.expected_auc + quality.expected_logloss)) == (1, True)
 
 
 DAY, TIMED_ROWS, TESTED, NEWEST = 86_400, 600, 240, 24
@@ -339,14 +325,11 @@ def test_the_newest_tenth_is_measured_and_its_drift_is_remarked(tmp_path: Path) 
     assert ("newest" in other, other["calibration_remark"]) == (False, None)
 
 
-def remark(
-    calibration: float, *, auc: float = 0.7, whole: float = 1.0, rows: int = 10_000, ctr: float = 0.2
-) -> str | None:
-    newest = {"calibration": calibration, "auc": auc, "rows": rows, "ctr": ctr}
-    return calibration_remark({"calibration": whole, "auc": 0.7, "newest": newest})
-
-
 def test_the_remark_tells_drifts_apart() -> None:
+    def remark(calibration: float, *, whole: float = 1.0, **newest: float) -> str | None:
+        newest = {"calibration": calibration, "auc": 0.7, "rows": 10_000, "ctr": 0.2} | newest
+        return calibration_remark({"calibration": whole, "auc": 0.7, "newest": newest})
+
     assert remark(1.09) is remark(0.91) is remark(math.nan, ctr=0.0) is calibration_remark({"auc": 0.7}) is None
     assert remark(1.25, rows=100) is None, "20 clicks are off by 22 % by chance"
     for found, expected in (
