@@ -9,6 +9,7 @@ import tomllib
 import warnings
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,8 +17,9 @@ import torch.distributed as dist
 
 import cowrec.sparse_opt.versions as versions
 import cowrec.trainer.__main__ as command
-from commands.command_line import exit_code
+from commands.command_line import Cowrec
 from process_groups import in_processes
+from refusal import refused
 from run_comparison import wait_for
 from trainer_cases import TEST_ROWS, config_file, make_data
 
@@ -57,20 +59,13 @@ def _two_runs(_: int, folder: str, config_path: str) -> None:
     assert evaluate(f"{folder}/first", data)["logloss"] == pytest.approx(reports[0]["logloss"], abs=1e-7)
     assert predict(f"{folder}/first", data, f"{folder}/p.parquet") == TEST_ROWS
     assert pq.read_table(f"{folder}/p.parquet").num_rows == TEST_ROWS
-    with pytest.raises(ValueError, match="has a complete run"):
-        train(config, data, f"{folder}/first")
+    refused("has a complete run", train, config, data, f"{folder}/first")
     assert state() == before
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pytest.raises(ValueError, match=r"has a process group already.*destroy_process_group"):
-        train(config, data, f"{folder}/third")
+    refused(r"has a process group already.*destroy_process_group", train, config, data, f"{folder}/third")
     assert dist.is_initialized()
     os._exit(0)  # see process_groups
-
-
-def test_the_command_prints_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out.startswith(f"cowrec {version('cowrec')}  torch ")
 
 
 def test_the_packages_are_those_of_the_extra() -> None:
@@ -85,9 +80,7 @@ def test_the_packages_are_those_of_the_extra() -> None:
     assert project["scripts"] == {"cowrec": "cowrec.trainer.__main__:main"}
 
 
-def test_absent_packages_are_named_with_the_extra_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_absent_packages_are_named_with_the_extra_in_one_line(monkeypatch: Any, capsys: Any) -> None:
     for name in ("typer", "pyarrow"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SystemExit) as ended:
@@ -97,9 +90,10 @@ def test_absent_packages_are_named_with_the_extra_in_one_line(
     assert capsys.readouterr().err == f"cowrec: error: {line}\n"
 
 
-def test_versions_that_do_not_match_are_named_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_versions_are_printed_and_named_in_one_line_if_they_do_not_match(cowrec: Cowrec, monkeypatch: Any) -> None:
+    code, printed, _ = cowrec("--version")
+    assert (code, printed.startswith(f"cowrec {version('cowrec')}  torch ")) == (0, True)
     monkeypatch.setattr(versions, "MATCHED_SETS", (versions.MatchedSet("1.0.0", "1.0.0", "1.0.0"),))
-    assert exit_code(monkeypatch, "evaluate", "run") == 2
-    assert re.fullmatch(r"cowrec: error: cowrec needs torch, [^\n]+\n", capsys.readouterr().err)
+    code, _, error = cowrec("evaluate", "run")
+    assert code == 2
+    assert re.fullmatch(r"cowrec: error: cowrec needs torch, [^\n]+\n", error)

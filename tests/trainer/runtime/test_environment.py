@@ -124,14 +124,8 @@ def yield_and_abort() -> Iterator[int]:
     os.abort()
 
 
-def test_what_a_generator_yields_is_there_at_once() -> None:
+def test_a_process_takes_calls_until_one_fails_and_what_a_generator_yields_is_there_at_once() -> None:
     found = []
-    with Subprocess() as process, pytest.raises(ProcessFailed, match="ended by signal 6"):
-        found.extend(process.each(yield_and_abort))
-    assert found == [1]
-
-
-def test_a_process_takes_calls_until_one_fails() -> None:
     with Subprocess() as process:
         first = process.call(os.getpid)
         assert first not in (os.getpid(), process.call(os.getppid))
@@ -141,7 +135,8 @@ def test_a_process_takes_calls_until_one_fails() -> None:
         second = process.call(os.getpid)
         assert second != first
         with pytest.raises(ProcessFailed, match="ended by signal 6"):
-            process.call(os.abort)
+            found.extend(process.each(yield_and_abort))
+        assert found == [1]
         third = process.call(os.getpid)
         assert third not in (first, second)
     with pytest.raises(ProcessLookupError):

@@ -1,7 +1,6 @@
 """Errors for users are one line; any other error is a bug and keeps its traceback."""
 
 import errno
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commands.command_line import Cowrec
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import write_file
 from cowrec.models import ModelConfig, require_model
-from cowrec.trainer.cli.main import main
 from cowrec.trainer.config.run import config_from
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed, ProcessLost, is_message, message_of
 from cowrec.trainer.training import saved_run
@@ -68,40 +67,27 @@ def test_an_error_is_judged_by_its_first_raise() -> None:
     assert is_message(in_cowrec("raise ValueError('x') from KeyError('y')"))
 
 
-def evaluate_with(body: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Exit code of ``cowrec evaluate`` in which ``body`` runs as cowrec's own code."""
+BUGS = {
+    "raise RuntimeError('a bug')": "RuntimeError: a bug",
+    "int('x')": "ValueError: invalid literal for int() with base 10: 'x'",
+}
+FOR_USERS = [f"raise {kind}('the data set has no rows')" for kind in ("ValueError", "OSError")]
+
+
+@pytest.mark.parametrize("body", [*BUGS, *FOR_USERS])
+def test_a_bug_keeps_its_traceback_and_an_error_for_users_is_one_line(
+    cowrec: Cowrec, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    """Of a command in which ``body`` runs as cowrec's own code."""
     evaluation = {"__name__": "cowrec.trainer.training.saved_run"}
     exec(f"def evaluate_run(*_, **__):\n    {body}", evaluation)
     monkeypatch.setattr(saved_run, "evaluate_run", evaluation["evaluate_run"])
-    monkeypatch.setattr(sys, "argv", ["cowrec", "evaluate", "run", "--data", "data"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        ("raise RuntimeError('a bug')", "RuntimeError: a bug"),
-        ("int('x')", "ValueError: invalid literal for int() with base 10: 'x'"),
-    ],
-)
-def test_a_bug_in_a_command_keeps_its_traceback_and_exits_with_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], body: str, error: str
-) -> None:
-    assert evaluate_with(body, monkeypatch) == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith("Traceback (most recent call last):")
-    assert printed.splitlines()[-1] == error
-
-
-@pytest.mark.parametrize("kind", ["ValueError", "OSError"])
-def test_an_error_for_users_is_one_line_and_exits_with_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
-    assert evaluate_with(f"raise {kind}('the data set has no rows')", monkeypatch) == 2
-    assert capsys.readouterr().err == "cowrec: error: the data set has no rows\n"
+    code, _, printed = cowrec("evaluate", "run", "--data", "data")
+    if body in BUGS:
+        assert (code, printed.splitlines()[-1]) == (1, BUGS[body])
+        assert printed.startswith("Traceback (most recent call last):")
+    else:
+        assert (code, printed) == (2, "cowrec: error: the data set has no rows\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full, which is always full")
