@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from commands.command_line import Cowrec
@@ -21,14 +22,20 @@ from cowrec.data_pipeline import PrepareConfig
 from cowrec.trainer.cli.main import app
 from cowrec.trainer.reports.text_table import quality_tables
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
+from refusal import refused
 from trained_runs import data_folder
 from trainer_cases import ENVIRONMENT, TEST_ROWS, newest_progress
 
 folder = data_folder()
 
 
-# A line whenever metrics are written.
-LINES = ["--set", "train.log_seconds=1e-9", "--set", "train.log_every=50"]
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 PROGRESS = r"epoch 1/100000  (48.8%  step 100|0.5%  step 1)  loss 0\.\d{4}  [\d,]+ samples/s(  \d+:\d\d:\d\d left)?\n+"
 
 
@@ -36,11 +43,12 @@ def test_sigterm_saves_and_a_pipe_sees_progress(folder: Path) -> None:
     """With one sample per step an epoch has 205 steps, and the request to stop arrives in the middle of one."""
     run = folder / "run"
     command = [sys.executable, "-m", "cowrec.trainer", "train", f"{folder}/run.toml", "--data", f"{folder}/data"]
-    command += ["--set", "train.epochs=100000", "--set", "train.batch_size=1", *LINES, "--run-dir", f"{run}"]
+    # A line whenever metrics are written.
+    settings = ("epochs=100000", "batch_size=1", "log_every=50", "log_seconds=1e-9")
+    command += ["--run-dir", f"{run}", *(part for each in settings for part in ("--set", f"train.{each}"))]
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
     seen = []
-    for line in process.stderr:
+    for line in process.stderr or ():
         seen.append(line)
         if line.startswith("epoch 1/100000  step"):  # the epoch's quality
             process.send_signal(signal.SIGTERM)
@@ -68,10 +76,12 @@ def commands_of(app: Any, *names: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("command", commands_of(app), ids=" ".join)
-def test_every_help_has_an_example(command: list[str]) -> None:
+def test_every_help_has_an_example_and_that_of_prepare_all_settings(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"], terminal_width=200)
     assert result.exit_code == 0
     assert f"Example: cowrec {' '.join(command)}" in result.output
+    settings = dataclasses.fields(PrepareConfig) if command == ["prepare"] else ()
+    assert all(re.search(rf"\b{each.name}\b", result.output) for each in settings)
 
 
 def test_every_count_may_have_a_unit(cowrec: Cowrec, tmp_path: Path) -> None:
@@ -84,11 +94,6 @@ def test_every_count_may_have_a_unit(cowrec: Cowrec, tmp_path: Path) -> None:
     code, _, error = cowrec("synthesize", "-o", tmp_path / "data", "--rows", "2Q")
     assert code == 2
     assert "Invalid value for '--rows': a count must be a whole number such as" in error
-
-
-def test_the_help_of_prepare_lists_all_its_settings() -> None:
-    output = CliRunner().invoke(app, ["prepare", "--help"], terminal_width=200).output
-    assert all(re.search(rf"\b{each.name}\b", output) for each in dataclasses.fields(PrepareConfig))
 
 
 def on_a_terminal(*arguments: object) -> str:
@@ -105,14 +110,11 @@ def on_a_terminal(*arguments: object) -> str:
     return printed.decode().replace("\r\n", "\n")
 
 
-def test_prepare_train_evaluate_predict(
-    cowrec: Cowrec, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    columns, data = folder / "columns.toml", tmp_path / "data"
-    monkeypatch.chdir(tmp_path)
+def test_prepare_train_evaluate_predict(cowrec: Cowrec, folder: Path, empty: Path) -> None:
+    columns, data = folder / "columns.toml", empty / "data"
     header, *lines = (folder / "raw.csv").read_text().splitlines(keepends=True)
     for name, part in (("a", lines[:50]), ("b", lines[50:99]), ("c", lines[99:])):
-        (tmp_path / f"{name}.csv").write_text(header + "".join(part))
+        Path(f"{name}.csv").write_text(header + "".join(part))
     inputs = ["-i", "a.csv", "b.csv", "--input", "[c].csv", "--set", "prepare.test_fraction=0.3"]
     code, printed, _ = cowrec("prepare", "tabular", *inputs, "--schema", columns, "-o", data)
     assert code == 0
@@ -120,7 +122,7 @@ def test_prepare_train_evaluate_predict(
     code, printed, said = cowrec("train", folder / "run.toml", "--set", f"data.dir={data}")
     assert code == 0
     assert "\r" not in said
-    (made,) = (tmp_path / "runs").iterdir()
+    (made,) = (empty / "runs").iterdir()
     line = rf"AUC 0\.\d{{4}}  logloss 0\.\d{{4}}  epoch 2 of 2  [\d,]+ samples/s  run runs/{made.name}\n"
     assert re.fullmatch(line, printed)
     report = json.loads((made / "report.json").read_text())
@@ -134,8 +136,8 @@ def test_prepare_train_evaluate_predict(
     tables = quality_tables(by_city)
     assert re.search(rf"^auc +{report['auc']:.4f}$", tables, re.MULTILINE)
     assert re.search(r"\n\nGAUC by city: [-.\d]+ over \d+ of \d+ groups\ncity +rows +ctr +auc ", tables)
-    predicted = cowrec("predict", made, "--data", data, "-o", tmp_path / "p.parquet")
-    assert predicted[:2] == (0, f"{tmp_path}/p.parquet: {report['epochs'][0]['rows']} rows\n")
+    predicted = cowrec("predict", made, "--data", data, "-o", "p.parquet")
+    assert predicted[:2] == (0, f"p.parquet: {report['epochs'][0]['rows']} rows\n")
 
 
 def test_an_inferred_schema_prepares_its_file(cowrec: Cowrec, folder: Path, tmp_path: Path) -> None:
@@ -162,10 +164,8 @@ def test_set_overrides_the_prepare_section_of_the_file(cowrec: Cowrec, folder: P
     settings = json.loads((tmp_path / "other" / "schema.json").read_text())["settings"]["prepare"]
     assert (settings["split"], settings["test_rows"], settings["min_count"]) == ("random", None, 2)
     config.write_text("[train]\nbatch_size = -2")
-    assert (
-        'train.batch_size must be at least 0, or "auto", in Python -1, got -2'
-        in cowrec(*command, tmp_path / "wrong")[2]
-    )
+    message = 'train.batch_size must be at least 0, or "auto", in Python -1, got -2'
+    assert message in cowrec(*command, tmp_path / "wrong")[2]
 
 
 TRAIN, AVAZU = "train {toml} --data {data}", "prepare avazu -i {toml} -o out"
@@ -203,28 +203,19 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_code_2(
-    cowrec: Cowrec, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
-) -> None:
-    import torch
-
+def test_a_mistake_is_one_line_and_code_2(cowrec: Cowrec, folder: Path, empty: Path, mistake: str) -> None:
     if "cuda" in mistake and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    monkeypatch.chdir(tmp_path)
     code, printed, error = cowrec(*mistake.format(toml=folder / "run.toml", data=folder / "data").split())
     assert (code, printed) == (2, "")
     assert re.fullmatch(r"cowrec: error: [^\n]+\n", error), error
     assert MISTAKES[mistake] in error
-    assert not list(tmp_path.iterdir()), "incomplete output was left behind"
+    assert not list(empty.iterdir()), "incomplete output was left behind"
 
 
-@pytest.mark.parametrize(
-    ("command", "package", "module"),
-    [("serve", "uvicorn", "serving.server"), ("tune", "optuna", "sweep.tune")],
-)
-def test_a_missing_extra_is_named(
-    cowrec: Cowrec, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, package: str, module: str
-) -> None:
+@pytest.mark.parametrize("missing", ["serve uvicorn serving.server", "tune optuna sweep.tune"])
+def test_a_missing_extra_is_named(cowrec: Cowrec, folder: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    command, package, module = missing.split()
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"cowrec.trainer.{module}", raising=False)
     given = ["--batch-size", "51"] if command == "tune" else []
@@ -241,14 +232,12 @@ LAUNCHED = {
 
 
 @pytest.mark.parametrize("command", LAUNCHED)
-def test_commands_under_torchrun_are_told_what_they_need(
-    cowrec: Cowrec, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_torchrun_is_told_what_commands_need(cowrec: Cowrec, folder: Path, monkeypatch: Any, command: str) -> None:
     ended = []
     monkeypatch.setattr("os._exit", ended.append)  # torchrun's processes end at once
     monkeypatch.setenv("WORLD_SIZE", "2")
     given, message = LAUNCHED[command]
     assert message in cowrec(command, folder / "run.toml", "--data", folder / "data", *given)[2]
     assert ended[0] == 2
-    with pytest.raises(ValueError, match="predict runs in one process; start it without torchrun"):
-        predict_run(folder / "run", folder / "data", folder / "p.parquet")
+    alone = "predict runs in one process; start it without torchrun"
+    refused(alone, predict_run, folder / "run", folder / "data", folder / "p.parquet")

@@ -28,6 +28,7 @@ from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.sweep.results import plot_sweep, sweep_table
 from cowrec.trainer.sweep.sweep import COMPETITORS, Grid, _in_short, clip_remark, default_rules, sweep
 from cowrec.trainer.training.loop import train
+from refusal import refused
 from trainer_cases import config_file, make_data
 
 GRID = Grid([51, 102], ["cowclip", "linear"], ["on", "off"], 1)
@@ -65,10 +66,8 @@ def test_rates_decay_where_a_run_has_the_steps(folder: Path, tmp_path: Path, mon
     defaults = dataclasses.replace(config.optimizer, embedding_lr=None)
     grid = Grid([51, 102], ["half_life"], ["off"], 1)
     sweep(dataclasses.replace(config, optimizer=defaults), folder / "data", tmp_path / "grid", grid)
-    own = {
-        load_config(each).train.batch_size: load_config(each) for each in (tmp_path / "grid/runs").glob("*/config.toml")
-    }
-    assert {size: each.optimizer.lr_decay for size, each in own.items()} == {51: "linear", 102: "none"}
+    own = [load_config(each) for each in (tmp_path / "grid/runs").glob("*/config.toml")]
+    assert {each.train.batch_size: each.optimizer.lr_decay for each in own} == {51: "linear", 102: "none"}
 
 
 def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) -> None:
@@ -123,17 +122,14 @@ def test_a_larger_grid_adds_runs(folder: Path) -> None:
     report = folder / "grid" / "runs" / "linear-102-clip_on-seed1" / "report.json"
     written = report.stat().st_mtime_ns
     run_sweep(folder, folder / "grid", grid=Grid([102], ["linear"], ["on"], 2))
-    assert lines_of(folder / "grid") == complete
-    assert report.stat().st_mtime_ns == written
+    assert (lines_of(folder / "grid"), report.stat().st_mtime_ns) == (complete, written)
 
 
 def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     """The first of four runs is killed and recorded as failed, the sweep in the third; the next call resumes that."""
     epochs, output = 25, tmp_path / "out"
-    command = ["sweep", f"{folder}/run.toml", "--data", f"{folder}/data"]
-    command += ["--output", str(output), "--batch-sizes", "51", "--rules", "linear", "--seeds", "2"]
-    command += ["--set", f"train.epochs={epochs}"]
-    process = Forked(*command)
+    command = ["sweep", folder / "run.toml", "--data", folder / "data", "--output", output, "--batch-sizes", "51"]
+    process = Forked(*command, "--rules", "linear", "--seeds", "2", "--set", f"train.epochs={epochs}")
     run, printed = 0, ""
     for line in process.stderr:
         printed += line
@@ -146,14 +142,11 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     process.wait()
     left = lines_of(output)
     assert [key(line) for line in left] == [("linear", 51, "on", 0), ("linear", 51, "off", 0)], printed
-    assert left[0]["error"] == "the process ended by signal 9"
-    assert left[0]["dense_lr"] == 1e-2
-    assert left[0]["versions"] == left[1]["versions"]
-    assert "auc" not in left[0]
+    assert (left[0]["error"], left[0]["dense_lr"]) == ("the process ended by signal 9", 1e-2)
+    assert (left[0]["versions"], "auc" in left[0]) == (left[1]["versions"], False)
     assert left[1]["steps"] == 5 * epochs
     third = output / "runs" / "linear-51-clip_on-seed1"
-    assert third.exists()
-    assert not (third / "report.json").exists()
+    assert (third.exists(), (third / "report.json").exists()) == (True, False)
     report = output / "runs" / "linear-51-clip_off-seed0" / "report.json"
     written = report.stat().st_mtime_ns
     killed = (third / "metrics.jsonl").read_bytes().splitlines()
@@ -236,18 +229,13 @@ def test_the_command_prints_the_table(cowrec: Cowrec, folder: Path) -> None:
 
 def test_folders_in_use_are_refused(folder: Path, tmp_path: Path) -> None:
     before = lines_of(folder / "grid")
-    with pytest.raises(
-        ValueError, match=r"another configuration: it has optimizer.l2 = 0.01, but 0.5 is requested; choose another"
-    ):
-        run_sweep(folder, folder / "grid", "optimizer.l2=0.5")
-    with pytest.raises(ValueError, match="is not empty and not the folder of a sweep"):
-        run_sweep(folder, folder / "data")
-    with pytest.raises(ValueError, match="is a file; choose another"):
-        run_sweep(folder, folder / "run.toml")
+    other = r"another configuration: it has optimizer.l2 = 0.01, but 0.5 is requested; choose another"
+    refused(other, run_sweep, folder, folder / "grid", "optimizer.l2=0.5")
+    refused("is not empty and not the folder of a sweep", run_sweep, folder, folder / "data")
+    refused("is a file; choose another", run_sweep, folder, folder / "run.toml")
     handle = os.open(folder / "grid", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match="another process is at work in"):
-        run_sweep(folder, folder / "grid")
+    refused("another process is at work in", run_sweep, folder, folder / "grid")
     os.close(handle)
     assert lines_of(folder / "grid") == before
     assert not list((folder / "grid").glob("*.partial"))
@@ -277,9 +265,9 @@ def row(text: str, block: str, name: str) -> list[str]:
     return [cell.strip() for cell in cells if cell.strip()][1:]
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], path: Path) -> Any:
+def drawn(lines: list[dict[str, Any]], path: Path) -> Any:
     """The figure that a plot saves."""
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(plt, "close", lambda figure: None)
         image = plt.imread(plot_sweep(lines, path))
         assert min(image.shape[:2]) > 400
@@ -331,9 +319,7 @@ def test_each_clip_is_compared_with_its_own_base_and_one_seed_has_no_spread() ->
     assert "No run of the base, batch 64, has an AUC" in sweep_table(failed)
 
 
-def test_best_epoch_and_expected_logloss_are_shown_where_lines_have_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_best_epoch_and_expected_logloss_are_shown_where_lines_have_them(tmp_path: Path) -> None:
     aucs = {("cowclip", 64): BASE, ("cowclip", 8192): BASE}
     lines = lines_with(aucs, expected_logloss=0.44)
     lines[0]["best_epoch_auc"] = lines[0]["auc"] + 0.0009
@@ -343,16 +329,14 @@ def test_best_epoch_and_expected_logloss_are_shown_where_lines_have_them(
     expected = 100 * (np.mean([*BASE[:2], 0.85]) - np.mean([BASE[0] + 0.0009, *BASE[1:]]))
     assert row(text, "test AUC of the best epoch", "cowclip")[1].endswith(f", {expected:+.2f} better")
     assert row(text, "expected logloss", "cowclip")[1].endswith(", +0.0000 within")
-    panels = [axis.get_ylabel() for axis in drawn(monkeypatch, lines, tmp_path / "sweep.png").axes]
+    panels = [axis.get_ylabel() for axis in drawn(lines, tmp_path / "sweep.png").axes]
     assert panels == ["test AUC", "test AUC of the best epoch", "test logloss", "expected logloss"]
 
 
-def test_the_plot_has_the_band_of_the_base_and_a_style_for_every_rule(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_plot_has_the_band_of_the_base_and_a_style_for_every_rule(tmp_path: Path) -> None:
     aucs = {(rule, 64): BASE for rule in SCALING_RULES} | {(rule, 8192): [0.7, 0.71, 0.72] for rule in SCALING_RULES}
     lines = lines_with(aucs) + lines_with(aucs, clip="off")
-    figure = drawn(monkeypatch, lines, tmp_path / "sweep.png")
+    figure = drawn(lines, tmp_path / "sweep.png")
     quality = figure.axes[0]
     mean, spread = np.mean(BASE), np.std(BASE, ddof=1)
     bands = [patch.get_extents().transformed(quality.transData.inverted()) for patch in quality.patches]
@@ -369,7 +353,7 @@ def test_the_plot_has_the_band_of_the_base_and_a_style_for_every_rule(
     assert len({curve.get_xdata()[1] for curve in curves.values()}) == len(both), "curves are shifted sideways"
 
 
-@pytest.mark.parametrize(("size", "steps", "warns"), [(8192, 199, True), (8192, 200, False), (64, 9, False)])
-def test_a_run_with_few_steps_warns_in_the_terminal(size: int, steps: int, warns: bool) -> None:
-    line = lines_with({("none", size): [0.8]}, steps=steps, samples_per_second=1.0)[0]
-    assert ("too few steps to judge a rule" in _in_short(line)) == warns
+def test_a_run_with_few_steps_warns_in_the_terminal() -> None:
+    for size, steps, warns in ((8192, 199, True), (8192, 200, False), (64, 9, False)):
+        (line,) = lines_with({("none", size): [0.8]}, steps=steps, samples_per_second=1.0)
+        assert ("too few steps to judge a rule" in _in_short(line)) == warns
