@@ -20,21 +20,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from commands.command_line import exit_code
-from commands.forked_commands import run_forked
+from commands.command_line import Cowrec
 from cowrec.trainer.serving.service import Late, Limits, MicroBatcher, Service
 from refusal import refused
-from serving import (
-    DEADLINE,
-    GOOD,
-    Client,
-    predictions,
-    raw_samples,
-    served_folder,
-    serving,
-    serving_here,
-    unfinished,
-)
+from serving import DEADLINE, GOOD, Client, predictions, raw_samples, served_folder, serving, serving_here, unfinished
 from trainer_cases import free_port
 
 
@@ -213,21 +202,19 @@ def test_sigterm_lets_requests_in_progress_finish(folder: Path) -> None:
         assert f"cowrec: {folder / 'export'} is served: step 5\n" in stderr
 
 
-def test_a_used_or_wrong_port_is_reported(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_used_or_wrong_port_and_a_folder_that_is_not_an_export_are_reported(
+    cowrec: Cowrec, folder: Path, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         used = other.getsockname()[1]
         busy = f"cannot listen on 127.0.0.1:{used}: Address already in use; another program listens there"
-        for port, message in ((used, busy), (70_000, "--port must be between 0 and 65535, got 70000")):
-            assert exit_code(monkeypatch, "serve", folder / "export", "--port", str(port)) == 2
-            assert f"cowrec: error: {message}" in capsys.readouterr().err
-
-
-def test_a_folder_that_is_not_an_export_is_reported(folder: Path, tmp_path: Path) -> None:
-    done = run_forked("serve", tmp_path, "--port", free_port())
-    assert done.returncode == 2
-    assert f"cowrec: error: {tmp_path}" in done.stderr
+        for export, port, message in (
+            (folder / "export", used, busy),
+            (folder / "export", 70_000, "--port must be between 0 and 65535, got 70000"),
+            (tmp_path, free_port(), str(tmp_path)),
+        ):
+            code, _, error = cowrec("serve", export, "--port", str(port))
+            assert (code, f"cowrec: error: {message}" in error) == (2, True), error
     refused("scheme 'ftp' is not supported", Service, folder / "export", "ftp://x")
     refused("samples must be at least 1, got 0", Limits, samples=0)
 
@@ -254,30 +241,19 @@ def test_waiting_calls_are_computed_together() -> None:
     assert batches == [[0], [1, 1, 2, 2, 3, 3], [4, 4, 5, 5]]
 
 
-def test_a_failing_batch_fails_only_its_own_calls() -> None:
-    def compute(items: Any) -> list[int]:
-        if 0 in items:
-            raise ValueError("zero")
-        return list(items)
-
-    async def calls() -> None:
-        batcher = MicroBatcher(compute, 4)
-        with pytest.raises(ValueError, match="zero"):
-            await batcher.submit([0])
-        assert await batcher.submit([1]) == [1]
-
-    asyncio.run(calls())
-
-
-def test_a_call_that_is_due_before_its_batch_is_not_computed() -> None:
+def test_a_failing_batch_fails_only_its_own_calls_and_a_late_call_is_not_computed() -> None:
     computed: list[int] = []
 
     def compute(items: Any) -> list[int]:
+        if 0 in items:
+            raise ValueError("zero")
         computed.extend(items)
         return list(items)
 
     async def calls() -> list[Any]:
         batcher = MicroBatcher(compute, 4)
+        with pytest.raises(ValueError, match="zero"):
+            await batcher.submit([0])
         waiting = [batcher.submit([item], due) for item, due in ((1, math.inf), (2, 0.0))]
         return await asyncio.gather(*waiting, return_exceptions=True)
 
@@ -286,7 +262,17 @@ def test_a_call_that_is_due_before_its_batch_is_not_computed() -> None:
 
 
 Limited = tuple[Client, Service]
-HEAD = b"POST /predict HTTP/1.1\r\nHost: x\r\n"
+
+
+def post(body: Any, path: str = "/predict", headers: bytes = b"") -> bytes:
+    """A request with a JSON body."""
+    content = json.dumps(body).encode()
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\n%sContent-Length: %d\r\n\r\n"
+    return head % (path.encode(), headers, len(content)) + content
+
+
+def connected(server: Client, count: int) -> list[socket.socket]:
+    return [socket.create_connection(("127.0.0.1", server.port), timeout=600) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -330,24 +316,21 @@ def at_once(
 
 def test_requests_beyond_the_concurrency_limit_are_refused(limited: Limited) -> None:
     """Of six that arrive at once four have a slot; those refused are served on the same connections later."""
-    body = json.dumps(GOOD).encode()
-    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    connections = [socket.create_connection(("127.0.0.1", limited[0].port), timeout=600) for _ in range(6)]
+    connections = connected(limited[0], 6)
     busy = "4 requests are in progress, which is the limit; retry later"
-    answers = at_once(limited, [(each, request) for each in connections])
+    answers = at_once(limited, [(each, post(GOOD)) for each in connections])
     assert answers == {(200, False, False, ""): 4, (503, True, False, busy): 2}
     assert limited[0].metrics()["cowrec_rejected_requests_total{reason=busy}"] == 2
     for each in connections:
-        each.sendall(request)
+        each.sendall(post(GOOD))
         assert answer_of(each)[0] == 200
         each.close()
 
 
 def test_requests_that_are_late_are_refused(limited: Limited) -> None:
     """Two arrive while another one is computed, due in a microsecond."""
-    client, body = limited[0], json.dumps(GOOD).encode()
-    request = b"POST /predict?timeout_ms=0.001 HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    connections = [socket.create_connection(("127.0.0.1", client.port), timeout=600) for _ in range(2)]
+    client, request = limited[0], post(GOOD, "/predict?timeout_ms=0.001")
+    connections = connected(client, 2)
     late = "no prediction could be made within 0.001 ms; retry later"
     assert at_once(limited, [(each, request) for each in connections]) == {(503, True, False, late): 2}
     assert client.metrics()["cowrec_rejected_requests_total{reason=late}"] == 2
@@ -385,7 +368,7 @@ def test_a_request_that_never_arrives_is_refused() -> None:
 
 def test_connections_beyond_the_limit_are_refused(limited: Limited) -> None:
     client = limited[0]
-    opened = [socket.create_connection(("127.0.0.1", client.port), timeout=600) for _ in range(60)]
+    opened = connected(client, 60)
     statuses = []
     for each in opened:
         each.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -398,13 +381,12 @@ def test_connections_beyond_the_limit_are_refused(limited: Limited) -> None:
 
 def test_a_request_to_change_the_protocol_is_refused(limited: Limited) -> None:
     """As Java's client does it with each request, unless it is told not to."""
-    body = json.dumps(GOOD).encode()
-    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with socket.create_connection(("127.0.0.1", limited[0].port), timeout=600) as connection:
-        connection.sendall(HEAD + upgrade + body)
+    one, other = connected(limited[0], 2)
+    with one as connection:
+        connection.sendall(post(GOOD, headers=b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"))
         status, _, closes, error = answer_of(connection)
         assert (status, closes, "speak plain HTTP/1.1" in error) == (400, True, True)
-    with socket.create_connection(("127.0.0.1", limited[0].port), timeout=60) as connection:
+    with other as connection:
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
         assert answer_of(connection)[0] == 200
 
@@ -412,11 +394,7 @@ def test_a_request_to_change_the_protocol_is_refused(limited: Limited) -> None:
 def test_requests_that_wait_in_sockets_when_it_stops_are_answered() -> None:
     """One arrives in each of two batches, at the end of one of which the server sees that it shall stop."""
     with serving_here(served_folder() / "export", Limits(timeout_ms=1000 * DEADLINE)) as (client, service):
-        opened = [socket.create_connection(("127.0.0.1", client.port), timeout=60) for _ in range(6)]
-        requests = []
-        for samples in (GOOD, [GOOD] * 1000):  # a batch of its own each
-            body = json.dumps(samples).encode()
-            requests.append(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        opened, requests = connected(client, 6), [post(GOOD), post([GOOD] * 1000)]  # the latter a batch of its own each
         for each in opened:
             each.sendall(requests[0])
             assert answer_of(each)[0] == 200

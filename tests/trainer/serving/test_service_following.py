@@ -6,14 +6,13 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from commands.command_line import exit_code
-from cowrec.trainer.cli.main import app
+from commands.command_line import Cowrec
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, TableChange, encode
 from cowrec.trainer.publishing.publisher import Publisher
@@ -96,10 +95,8 @@ def test_published_versions_are_served(folder: Path, tmp_path: Path) -> None:
         code, printed = server.send(signal.SIGKILL)
         assert code == -signal.SIGKILL
         assert re.search(rf"cowrec: version \d+ \(full, step 10\) of {re.escape(str(target))} is served\n", printed)
-    old = ("--max-age", "0.1")
-    with serving(
-        folder / "longer-export", "--follow", str(target), *old, port=server.port, status="degraded"
-    ) as server:
+    old = ("--follow", str(target), "--max-age", "0.1")
+    with serving(folder / "longer-export", *old, port=server.port, status="degraded") as server:
         status, answer = server.ask("GET", "/readyz")
         assert (status, "--max-age is 0.1" in answer["problem"]) == (503, True), answer
         answers_as(server, folder, "run", back)
@@ -135,39 +132,30 @@ def test_a_target_that_fails_only_delays_versions(folder: Path, tmp_path: Path) 
         assert "hush" not in printed
 
 
-def versions_command(target: Path, *options: str) -> str:
-    done = CliRunner().invoke(app, ["versions", str(target), *options], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-def test_servers_go_back_to_a_version_that_is_published_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_servers_go_back_to_a_version_that_is_published_again(cowrec: Cowrec, folder: Path, tmp_path: Path) -> None:
     """A running server goes on with the trainer's next version."""
     target = tmp_path / "published"
     good, bad = everything(folder / "export", 5), everything(folder / "longer-export", 10)
-    follow = ("--follow", str(target))
-    with serving(folder / "export", *follow, status="waiting") as server:
+    with serving(folder / "export", "--follow", str(target), status="waiting") as server:
         with Publisher(open_target(str(target), publishing=True)) as publisher:
             assert (published(publisher, good), published(publisher, bad)) == (1, 2)
             server.wait_for("version", 2)
-            assert exit_code(monkeypatch, "versions", target, "--republish", "1") == 2
-            assert "another process is at work" in capsys.readouterr().err
+            code, _, error = cowrec("versions", target, "--republish", "1")
+            assert (code, "another process is at work" in error) == (2, True)
         answers_as(server, folder, "longer", 2)
-        assert versions_command(target, "--republish", "1").startswith("version 1 is published again as version 3")
+        code, printed, _ = cowrec("versions", target, "--republish", "1")
+        assert (code, printed.startswith("version 1 is published again as version 3")) == (0, True)
         assert (server.wait_for("version", 3)["step"], server.health()["status"]) == (5, "ok")
         answers_as(server, folder, "run", 3)
-        listed = versions_command(target).splitlines()
-        assert [line.split()[:3] for line in listed[1:]] == [
-            ["1", "full", "5"], ["2", "delta", "10"], ["3", "full", "5"],
-        ]  # fmt: skip
+        code, listed, _ = cowrec("versions", target)
+        rows = [" ".join(line.split()[:3]) for line in listed.splitlines()[1:]]
+        assert (code, rows) == (0, ["1 full 5", "2 delta 10", "3 full 5"])
         with Publisher(open_target(str(target), publishing=True)) as publisher:
             assert published(publisher, bad) == 4
         server.wait_for("version", 4)
         answers_as(server, folder, "longer", 4)
-    assert exit_code(monkeypatch, "versions", target, "--republish", "9") == 2
-    assert "choose one of 3 to 4" in capsys.readouterr().err
+    code, _, error = cowrec("versions", target, "--republish", "9")
+    assert (code, "choose one of 3 to 4" in error) == (2, True)
 
 
 def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -194,9 +182,7 @@ def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> 
         assert server.ask("GET", "/readyz")[0] == server.ask("GET", "/metrics")[0] == 200
 
 
-def test_a_target_that_does_not_answer_is_reported_and_abandoned(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_that_hangs_is_reported_and_abandoned(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Whoever opens a FIFO without a writer blocks, as on a network file system that hangs."""
     monkeypatch.setattr("cowrec.trainer.publishing.follower.DEADLINE", 0.1)
     target = tmp_path / "published"

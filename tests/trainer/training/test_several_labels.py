@@ -16,12 +16,10 @@ from sklearn.metrics import log_loss, roc_auc_score
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
 from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.dataset.shards import load_shards
-from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.serving.request_samples import RequestSample
 from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.serving.service import Service
-from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from refusal import refused
 from run_comparison import assert_close, state_of
@@ -32,7 +30,6 @@ from trainer_cases import TEST_ROWS, case_of, config_file, make_data, raw_rows, 
 LABELS = ("click", "buy")
 PREDICTIONS = [f"prediction_{name}" for name in LABELS]
 LABELS_OF_COLUMNS = 'labels = ["click", {name = "buy", column = "bought", positive = ["yes"]}]'
-VALIDATED = ["train.validation_fraction=0.3"]
 OPTIONS = ["model.name=ple", "model.options={levels=2,task_experts=1,shared_experts=2,tower=[4]}"]
 
 
@@ -54,18 +51,18 @@ def make_both(folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_folder(tmp_path_factory.mktemp("labels"))
     make_both(folder)
-    run(folder, "run", "checkpoint.keep_best=auc", "train.epochs=3", *VALIDATED)
+    run(folder, "run", "checkpoint.keep_best=auc", "train.epochs=3", "train.validation_fraction=0.3")
+    predict_run(folder / "run", folder / "both", folder / "predictions.parquet")
     return folder
 
 
 def run(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
-    return train(load_config(folder / "run.toml", [*OPTIONS, *overrides]), folder / "both", folder / name)
+    return run_of(folder, folder / name, *OPTIONS, *overrides, data=folder / "both")
 
 
 def test_each_task_is_measured_and_predicted(folder: Path) -> None:
     """Predictions are float32; those that are closer than that may be ordered either way."""
     quality = evaluate_run(folder / "run", folder / "both")
-    predict_run(folder / "run", folder / "both", folder / "predictions.parquet")
     predicted, table = pq.read_table(folder / "predictions.parquet"), pq.read_table(folder / "both" / "test")
     assert predicted.column_names == ["sample_number", "label_click", "label_buy", *PREDICTIONS]
     for task in LABELS:
@@ -87,17 +84,14 @@ def test_each_task_is_measured_and_predicted(folder: Path) -> None:
 def test_an_export_serves_a_probability_for_each_task(folder: Path) -> None:
     export_run(folder / "run", folder / "export")
     served = ServedModel.load(folder / "export")
-    predict_run(folder / "run", folder / "both", folder / "predictions.parquet")
-    expected = np.stack(
-        [each.to_numpy() for each in pq.read_table(folder / "predictions.parquet", columns=PREDICTIONS).columns], 1
-    )
+    predictions = pq.read_table(folder / "predictions.parquet", columns=PREDICTIONS)
+    expected = np.stack([each.to_numpy() for each in predictions.columns], 1)
     block = load_shards(folder / "both", served.schema, "test", [0])
     np.testing.assert_allclose(served.predict(block), expected, rtol=0, atol=1e-6)
     service = Service(folder / "export")
     service.load()
     assert gc.get_freeze_count() > len(gc.get_objects()), "the collector would look through all that is loaded"
     ((result, _),) = service.compute([RequestSample(dict.fromkeys(service._codec.columns))])
-    assert isinstance(result, dict)
     assert result.keys() == set(LABELS)
     service.close()
     assert not gc.get_freeze_count()
@@ -107,19 +101,18 @@ def test_two_processes_train_what_one_does(folder: Path, tmp_path: Path) -> None
     """Each rank knows other labels; sums of losses are in another order."""
     given = [*OPTIONS, "train.epochs=1", "train.task_weights={buy=0.5}"]
     train_in_processes(case_of(folder, tmp_path / "two", *given, data=folder / "both"))
-    train(load_config(folder / "run.toml", given), folder / "both", tmp_path / "one")
+    run_of(folder, tmp_path / "one", *given, data=folder / "both")
     assert_close(*(state_of(tmp_path / name, "model") for name in ("one", "two")), rtol=1e-3, atol=1e-4)
 
 
-def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(folder: Path) -> None:
     for setting, message in (
         ("model.name=deepfm model.options={}", r'"deepfm" computes one logit, but the data have 2 labels'),
         ("train.task_weights={by=1}", r"train.task_weights.by = 1: the data have no label 'by'; did you mean 'buy'[?]"),
         ("train.task_weights={buy=-1}", "train.task_weights.buy must be at least 0 and finite, got -1"),
     ):
-        with pytest.raises(ValueError, match=message):
-            train(load_config(folder / "run.toml", [*OPTIONS, *setting.split()]), folder / "both", tmp_path / "run")
-        assert not (tmp_path / "run").exists()
+        refused(message, run, folder, "refused", *setting.split())
+        assert not (folder / "refused").exists()
     refused("its labels are label instead of click, buy", evaluate_run, folder / "run", folder / "data")
 
 
@@ -156,16 +149,15 @@ def test_predictions_are_corrected(negatives: Path) -> None:
 
 
 def test_a_served_model_and_an_exported_network_correct_too(negatives: Path, tmp_path: Path) -> None:
-    expected = predicted(negatives / "run", negatives / "data")
-    export_run(negatives / "run", tmp_path / "export")
-    schema = Schema.load(negatives / "data")
-    block = load_shards(negatives / "data", schema, "test", range(len(schema.splits["test"].shards)))
-    np.testing.assert_allclose(ServedModel.load(tmp_path / "export").predict(block), expected, rtol=1e-5)
     logits = {}
     for name in ("run", "uncorrected"):
-        export_run(negatives / name, tmp_path / f"{name}_network")
-        program = torch.export.load(tmp_path / f"{name}_network" / "network.pt2").module()
+        export_run(negatives / name, tmp_path / name)
+        program = torch.export.load(tmp_path / name / "network.pt2").module()
         logits[name] = program(torch.zeros(3, 1), torch.zeros(3, 1, 8))
+    schema = Schema.load(negatives / "data")
+    block = load_shards(negatives / "data", schema, "test", range(len(schema.splits["test"].shards)))
+    expected = predicted(negatives / "run", negatives / "data")
+    np.testing.assert_allclose(ServedModel.load(tmp_path / "run").predict(block), expected, rtol=1e-5)
     torch.testing.assert_close(logits["run"], logits["uncorrected"] + np.log(KEPT))
 
 

@@ -14,7 +14,7 @@ import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cowrec.data_pipeline import PrepareConfig, Reader, SynthesizeConfig, prepare, synthesize
+from cowrec.data_pipeline import PrepareConfig, SynthesizeConfig, prepare, synthesize
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.runs.checkpoint import best_epoch
@@ -72,18 +72,8 @@ def test_contents_of_the_run_folder(folder: Path) -> None:
         assert key in report
 
 
-def test_a_run_of_few_steps_is_warned_of_before_it_starts(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run(folder, tmp_path / "run")
-    warnings = [number for number, each in enumerate(caplog.records) if "the run has 10 steps, below" in each.message]
-    assert len(warnings) == 1
-    assert not any("epoch 1/2" in each.message for each in caplog.records[: warnings[0]])
-
-
 def test_raw_data_are_prepared_like_the_run_without_its_training_data(folder: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "run"
-    shutil.copytree(folder / "run", moved)
+    moved = shutil.copytree(folder / "run", tmp_path / "run")
     for labelled in (True, False):
         raw = tmp_path / "new.csv"
         raw.write_text(raw_rows(33, seed=5, labelled=labelled))
@@ -99,6 +89,8 @@ def test_raw_data_are_prepared_like_the_run_without_its_training_data(folder: Pa
     tables = [pq.read_table(tmp_path / f"{labelled}.parquet") for labelled in (True, False)]
     assert tables[0].column_names == ["sample_number", "label", "prediction"]
     assert tables[0].drop(["label"]).equals(tables[1])
+    shutil.rmtree(moved / "checkpoints")
+    refused(r"no checkpoint in .*; train the run first", evaluate_run, moved, folder / "data")
 
 
 def test_predictions_join_their_source_whatever_was_skipped(folder: Path, tmp_path: Path) -> None:
@@ -130,8 +122,7 @@ def test_predictions_join_their_source_whatever_was_skipped(folder: Path, tmp_pa
 
 
 def test_data_with_other_ids_are_refused(folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(folder / "data", other)
+    other = shutil.copytree(folder / "data", tmp_path / "other")
     vocabulary = other / "vocabulary" / "city.parquet"
     table = pq.read_table(vocabulary)
     # Other bytes with the same ids are the same vocabulary.
@@ -147,29 +138,30 @@ def test_data_with_other_ids_are_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_synthetic_data_of_another_seed_are_refused(folder: Path, tmp_path: Path) -> None:
-    sizes = {"rows": 60, "test_rows": 40, "vocabulary_scale": 1e-6}
     for name, seed in (("one", 0), ("two", 1)):
-        synthesize(tmp_path / name, SynthesizeConfig(seed=seed, **sizes))
+        synthesize(tmp_path / name, SynthesizeConfig(seed=seed, rows=60, test_rows=40, vocabulary_scale=1e-6))
     report = run(folder, tmp_path / "run", "train.epochs=1", data=tmp_path / "one")
     assert report["best_possible"]["auc"] > 0.5
     assert evaluate_run(tmp_path / "run", tmp_path / "one")["rows"] == 40
     refused("it is synthetic, of another seed or shape", evaluate_run, tmp_path / "run", tmp_path / "two")
 
 
-def test_seeds_residency_and_plans(folder: Path, tmp_path: Path) -> None:
-    """The same seed gives bit-identical results, streamed or resident, under any plan; another seed gives others."""
+def test_seeds_residency_and_plans(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same seed gives bit-identical results, streamed or resident, under any plan; another seed gives others.
+
+    A run of few steps is warned of before it starts.
+    """
     run(folder, tmp_path / "resident", "data.resident=yes", "sharding.plan=row_wise")
+    (warning,) = (number for number, each in enumerate(caplog.messages) if "the run has 10 steps, below" in each)
+    assert not any("epoch 1/2" in each for each in caplog.messages[:warning])
     assert_same(tmp_path / "resident", folder / "run")
     run(folder, tmp_path / "seed", "train.seed=1")
     with pytest.raises(AssertionError):
         assert_same(tmp_path / "seed", folder / "run")
 
 
-def test_a_non_finite_loss_keeps_the_last_good_checkpoint(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = tmp_path / "data"
-    shutil.copytree(folder / "data", data)
+def test_a_non_finite_loss_keeps_the_last_good_checkpoint(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    data = shutil.copytree(folder / "data", tmp_path / "data")
     good: Callable = evaluation.evaluate
 
     def evaluate_then_poison(*arguments: Any) -> Any:
@@ -231,12 +223,6 @@ def test_invalid_settings_leave_nothing_behind(folder: Path, tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_without_a_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "run", tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    refused(r"no checkpoint in .*; train the run first", evaluate_run, tmp_path / "run", folder / "data")
-
-
 def test_real_clicks_are_learned(tmp_path: Path) -> None:
     if not (file := SHARED / "criteo_8k.tsv.xz").exists():
         pytest.skip(f"there is no {file}")
@@ -250,9 +236,7 @@ def test_real_clicks_are_learned(tmp_path: Path) -> None:
 
 def test_a_resumed_run_keeps_the_batch_size_and_l2_that_it_began_with(folder: Path, tmp_path: Path) -> None:
     """Both follow the samples, and L2 the epochs, where the TOML file has neither."""
-    (tmp_path / "run.toml").write_text(
-        "[model]\nembedding_dim = 2\nhidden = [2]\n[train]\ndevice = 'cpu'\nepochs = 1\n"
-    )
+    (tmp_path / "run.toml").write_text("[model]\nembedding_dim = 2\nhidden = [2]\n[train]\ndevice = 'cpu'\n")
     for epochs in (1, 2):
         report = run(tmp_path, tmp_path / "run", f"train.epochs={epochs}", data=folder / "data", resume=True)
         assert (report["batch_size"], report["l2"]) == (64, 1e-6)
@@ -285,15 +269,10 @@ def test_the_last_training_samples_are_measured_and_not_trained_on(single: Path,
     Resident and streamed are bit-identical.
     """
     report = run(single, tmp_path / "run", *VALIDATION)
-    label, prediction = labels_and_predictions(single, tmp_path / "run", "train")
-    low, high = (
-        roc_auc_score(label[-VALIDATED_ROWS:], prediction[-VALIDATED_ROWS:] + shift * label[-VALIDATED_ROWS:])
-        for shift in (-1e-6, 1e-6)
-    )
+    label, prediction = (each[-VALIDATED_ROWS:] for each in labels_and_predictions(single, tmp_path / "run", "train"))
+    low, high = (roc_auc_score(label, prediction + shift * label) for shift in (-1e-6, 1e-6))
     assert low - 1e-6 <= report["validation_auc"] <= high + 1e-6 < low + 0.02
-    assert report["validation_logloss"] == pytest.approx(
-        log_loss(label[-VALIDATED_ROWS:], prediction[-VALIDATED_ROWS:]), abs=1e-6
-    )
+    assert report["validation_logloss"] == pytest.approx(log_loss(label, prediction), abs=1e-6)
     label, prediction = labels_and_predictions(single, tmp_path / "run", "test")
     assert report["logloss"] == pytest.approx(log_loss(label, prediction), abs=1e-6)
     assert report["steps"] == 2 * 4
@@ -319,8 +298,7 @@ def test_patience_ends_the_run_and_chooses_the_best_epoch(
     losses = [epoch["validation_logloss"] for epoch in stopped["epochs"]]
     best = losses.index(min(losses))
     assert len(losses) == best + 1 + 2 < 8, losses
-    assert stopped["best_epoch"] == best + 1
-    assert stopped["epoch"] == best + 1
+    assert stopped["best_epoch"] == stopped["epoch"] == best + 1
     for key in ("validation_auc", "validation_logloss"):
         assert stopped[key] == stopped["epochs"][best][key]
     # Later commands use the best epoch's checkpoint, and the last one where that is damaged.
@@ -336,8 +314,8 @@ def test_patience_ends_the_run_and_chooses_the_best_epoch(
 
 def test_a_checkpoint_can_be_named(single: Path, stopped: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """The best epoch's, the latest, or that of a step; what a run does not have is refused with what it has."""
-    steps = {"": 4 * stopped["best_epoch"], "best": 4 * stopped["best_epoch"], "latest": 4 * len(stopped["epochs"])}
-    steps |= {str(steps["best"]): steps["best"]}
+    best = 4 * stopped["best_epoch"]
+    steps = {"": best, "best": best, "latest": 4 * len(stopped["epochs"]), str(best): best}
     caplog.set_level("INFO", "cowrec")
     for name, step in steps.items():
         caplog.clear()
@@ -352,8 +330,7 @@ def test_a_checkpoint_can_be_named(single: Path, stopped: dict[str, Any], caplog
 
 def test_a_validation_split_is_used_like_samples_held_out_of_training(single: Path, tmp_path: Path) -> None:
     """The last fifth of the training samples as a split: the same weights and measures. A fraction of it is refused."""
-    shutil.copytree(single, tmp_path / "own")
-    data = tmp_path / "own" / "data"
+    data = shutil.copytree(single, tmp_path / "own") / "data"
     rows = pa.concat_tables([pq.read_table(each) for each in sorted((data / "train").iterdir())])
     schema = json.loads((data / "schema.json").read_text())
     shutil.rmtree(data / "train")
@@ -391,22 +368,17 @@ def test_a_resumed_run_stops_at_the_same_epoch(single: Path, stopped: dict[str, 
 
 
 def test_the_best_epoch_is_the_first_of_equals_and_needs_a_value() -> None:
-    def epochs(*values: float | None) -> list[dict[str, Any]]:
-        return [{"epoch": number, "auc": 0.0, "validation_auc": value} for number, value in enumerate(values, 1)]
-
     def best(*values: float | None) -> int | None:
-        found = best_epoch(epochs(*values), "auc")
+        epochs = [{"epoch": number, "auc": 0.0, "validation_auc": value} for number, value in enumerate(values, 1)]
+        found = best_epoch(epochs, "auc")
         return found["epoch"] if found else None
 
-    assert best(0.5, 0.7, 0.7) == 2
-    assert best(float("nan"), 0.1, None) == 2
-    assert best(float("nan")) is None
-    assert best() is None
+    assert best(0.5, 0.7, 0.7) == best(math.nan, 0.1, None) == 2
+    assert best(math.nan) is best() is None
 
 
 def test_a_range_of_one_class_has_no_auc(single: Path, tmp_path: Path) -> None:
     """The last sample alone has one class: its AUC is null, and the run goes on."""
-    assert Reader(single / "data", "train", batch_size=1).num_rows == TRAIN_ROWS
     report = run(single, tmp_path / "run", "train.validation_fraction=0.005", "train.epochs=1")
     saved = report_of(tmp_path / "run")
     assert saved["validation_auc"] is None

@@ -61,7 +61,7 @@ def test_known_ids_keep_their_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(dense[1][key], value, rtol=0, atol=1e-7)
 
 
-def test_the_same_data_evaluate_equally(tmp_path: Path) -> None:
+def test_the_same_data_evaluate_equally_and_mismatches_are_refused(tmp_path: Path) -> None:
     """Rows under "replay" are brought up to date before they are copied, for any two plans."""
     same = data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"])
     frozen = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0"]
@@ -69,11 +69,6 @@ def test_the_same_data_evaluate_equally(tmp_path: Path) -> None:
     for before, after, plan in (("first", "second", "data_parallel"), ("second", "third", "table_wise")):
         run(tmp_path, same, after, f"train.warm_start={tmp_path}/{before}", f"sharding.plan={plan}", *frozen)
         assert evaluate_run(tmp_path / after, same) == evaluate_run(tmp_path / "first", same)
-
-
-def test_mismatches_are_refused(tmp_path: Path) -> None:
-    same = data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"])
-    run(tmp_path, same, "first")
     for number, (earlier, setting, message) in enumerate(
         (
             ("first", "model.hidden=[9]", r"is another network: .* differs"),
