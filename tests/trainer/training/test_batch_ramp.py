@@ -38,23 +38,20 @@ def ramp(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> 
     return run(folder, run_dir, *ALWAYS, *RAMP, *overrides, resume=resume)
 
 
+TO_512 = (64, 128, 256, 512)
+
+
 @pytest.mark.parametrize(
     ("base", "batch_size", "steps", "sizes"),
     [
-        (64, 1024, 5, (64, 128, 256, 512)),
-        (64, 1000, 1, (64, 128, 256, 512)),
-        (1, 4, 3, (1, 2)),
-        (64, 65, 1, (64,)),
-        (64, 64, 5, ()),
-        (64, 16, 5, ()),
-        (64, 1024, 0, ()),
+        *[(64, 1024, 5, TO_512), (64, 1000, 1, TO_512), (1, 4, 3, (1, 2)), (64, 65, 1, (64,))],
+        *[(64, 64, 5, ()), (64, 16, 5, ()), (64, 1024, 0, ())],
     ],
 )
 def test_sizes_double_from_the_base_to_below_the_batch(base: int, batch_size: int, steps: int, sizes: tuple) -> None:
-    config = RunConfig(
-        train=TrainConfig(batch_size=batch_size, batch_ramp=steps), optimizer=OptimizerConfig(base_batch_size=base)
-    )
-    ramp, before, plain = BatchRamp.of(config), 0, Schedule()
+    train = TrainConfig(batch_size=batch_size, batch_ramp=steps)
+    ramp = BatchRamp.of(RunConfig(train=train, optimizer=OptimizerConfig(base_batch_size=base)))
+    before, plain = 0, Schedule()
     assert ramp.sizes == sizes
     assert list(ramp.stages.values()) == ([*sizes, batch_size] if sizes else [])
     for step in range(40):
@@ -129,19 +126,15 @@ def test_parts_join_to_the_batches(folder: Path, world_size: int, start_step: in
     assert all(next(each, None) is None for each in iterators)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["model.name=dcn", "optimizer.cross_l2=0.01"],
-        ["train.batch_ramp=2", "optimizer.base_batch_size=6", "optimizer.dense_weight_decay=0.1"],
-    ],
-)
-def test_a_run_in_passes_is_that_without(folder: Path, tmp_path: Path, settings: list[str]) -> None:
+CROSSES = "model.name=dcn optimizer.cross_l2=0.01"
+DECAYING_RAMP = "train.batch_ramp=2 optimizer.base_batch_size=6 optimizer.dense_weight_decay=0.1"
+
+
+@pytest.mark.parametrize("settings", [CROSSES, DECAYING_RAMP])
+def test_a_run_in_passes_is_that_without(folder: Path, tmp_path: Path, settings: str) -> None:
     """Five passes a step, and one in the last step of one sample. Counts and clip are over all passes of a step."""
-    reports = [
-        run(folder, tmp_path / str(passes), *settings, f"train.accumulation={passes}", "train.log_every=1")
-        for passes in (1, 5)
-    ]
+    given = [*settings.split(), "train.log_every=1"]
+    reports = [run(folder, tmp_path / str(passes), *given, f"train.accumulation={passes}") for passes in (1, 5)]
     assert_close(*(state_of(tmp_path / str(passes), "model") for passes in (1, 5)), atol=1e-5)
     assert reports[0]["steps"] == reports[1]["steps"]
     rows = [{name: each["rows"] for name, each in report["clip_statistics"]["fields"].items()} for report in reports]

@@ -150,11 +150,9 @@ def evaluate(state: TrainState, device: str) -> list[Tensor]:
 def everything(state: TrainState) -> dict[str, Tensor]:
     """All state of a run except for FBGEMM's count of forward passes."""
     found = tensors({key: value for key, value in state._everything().items() if key != "iterations"})
-    local = {
-        key: value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
-        for key, value in found.items()
-    }
-    return {key: value.detach().clone() for key, value in local.items()}
+    for key, value in found.items():
+        found[key] = (value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value).detach().clone()
+    return found
 
 
 def assert_equal(got: Any, expected: Any) -> None:
@@ -165,12 +163,12 @@ def assert_equal(got: Any, expected: Any) -> None:
 
 def compare(case: tuple[str, ...], process: Process) -> None:
     """Compares a trajectory under capture with sequential steps, and again after it resumed from its checkpoint."""
-    config, folder = config_of(*case), Path(tempfile.mkdtemp())
-    everywhere = range(len(SIZES))
-    sequential = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule(10)))
+    everywhere, place = range(len(SIZES)), RunPlace(Path(tempfile.mkdtemp()), resume=True)
+    sequential, state, fresh = (
+        TrainState(RunPlan.of(config_of(*case), SCHEMA, process, schedule=Schedule(10))) for _ in range(3)
+    )
     expected, end = train(sequential, everywhere), everything(sequential)
-    checkpoints = Checkpoints(RunPlace(folder, resume=True), CheckpointConfig(), process, print)
-    state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule(10)))
+    checkpoints = Checkpoints(place, CheckpointConfig(), process, print)
     graph = Graph(state)
     captured(state, graph)
     assert_equal(train(state, everywhere, checkpoints), expected)
@@ -181,7 +179,6 @@ def compare(case: tuple[str, ...], process: Process) -> None:
     assert graph.replays == SIZES.count(BATCH) - graph.warm_ups
     assert_equal(everything(state), end)
     after = slice(3 * (SAVED_AFTER + 1) + 6, None)  # three results a step, and six of an evaluation
-    fresh = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule(10)))
     assert captured(fresh, Graph(fresh)).resume(checkpoints)
     assert_equal(train(fresh, range(SAVED_AFTER + 1, len(SIZES))), expected[after])
     assert fresh.captured
@@ -212,20 +209,17 @@ class Failing(Graph):
 
 
 def test_a_failed_capture_loses_no_step(process: Process, caplog: pytest.LogCaptureFixture) -> None:
-    config, everywhere = config_of(), range(len(SIZES))
-    sequential = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule()))
+    everywhere = range(len(SIZES))
+    sequential, state = (TrainState(RunPlan.of(config_of(), SCHEMA, process, schedule=Schedule())) for _ in range(2))
     expected = train(sequential, everywhere)
-    state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule()))
     assert state.adam
     graph = Failing(state)
     state.pipeline = CapturedSteps(state.model, state.dense_optimizer, state.adam, process.device, BATCH, capture=graph)
     with caplog.at_level(logging.WARNING):
         assert_equal(train(state, everywhere), expected)
     assert_equal(everything(state), everything(sequential))
-    assert graph.captures == 1
-    assert not state.captured
-    messages = [each.getMessage() for each in caplog.records if each.name.startswith("cowrec")]
-    (message,) = messages
+    assert (graph.captures, state.captured) == (1, False)
+    (message,) = (each.getMessage() for each in caplog.records if each.name.startswith("cowrec"))
     assert message.endswith("cannot be captured as a CUDA graph, which makes it slower: operation not permitted")
 
 
@@ -247,13 +241,15 @@ def test_reasons(overrides: list[str], why: str, process: Process) -> None:
     for each in state.adam.lookups if state.adam else ():
         run_on("triton", each.clipped)
     cuda = dataclasses.replace(process, device=torch.device("cuda"))
-    assert why_not_captured(RunPlan.of(config, SCHEMA, cuda), state.model, state.embedding_optimizer) == why
     lists = dataclasses.replace(SCHEMA, sparse=(*SCHEMA.sparse, SparseField("tags", 9, kind="multi")))
+
+    def found(schema: Schema = SCHEMA, of: Process = cuda) -> str:
+        return why_not_captured(RunPlan.of(config, schema, of), state.model, state.embedding_optimizer)
+
+    assert found() == why
     if not why:
-        many = why_not_captured(RunPlan.of(config, lists, cuda), state.model, state.embedding_optimizer)
-        assert many == "the number of ids of field 'tags' varies"
-        ranks = dataclasses.replace(cuda, world_size=2)
-        several = why_not_captured(RunPlan.of(config, SCHEMA, ranks), state.model, state.embedding_optimizer)
+        assert found(lists) == "the number of ids of field 'tags' varies"
+        several = found(of=dataclasses.replace(cuda, world_size=2))
         assert several == "the sizes of the exchange between processes vary"
 
 

@@ -1,6 +1,5 @@
 """`fit` on a table in memory: what the commands do with its Parquet file, and their messages."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from commands.command_line import exit_code
+from commands.command_line import Cowrec
 from cowrec.data_pipeline import PrepareConfig, infer_schema
 from cowrec.trainer import FittedModel, RunConfig, fit, load_config
 from refusal import refused
@@ -41,31 +40,16 @@ def fitted(run_dir: Path, table: Any, **settings: Any) -> FittedModel:
     return fit(table, run_dir=run_dir, config=config, **({"label": "clicked"} | settings))
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder in which the page's example has run, and its names."""
-    folder = tmp_path_factory.mktemp("page")
-    pq.write_table(clicks(), folder / "clicks.parquet")
-    pq.write_table(clicks(40, seed=1), folder / "new.parquet")
-    (folder / "run.toml").write_text(CONFIG)
+def test_the_pages_example_has_the_bits_of_the_commands(cowrec: Cowrec, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(clicks(), "clicks.parquet")
+    pq.write_table(clicks(40, seed=1), "new.parquet")
+    Path("run.toml").write_text(CONFIG)
     section = PAGE.read_text(encoding="utf-8").partition("\n## From Python\n")[2]
     example, *_ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert len([line for line in example.splitlines() if line]) <= 10
     names: dict[str, Any] = {}
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        exec(example, names)
-    finally:
-        os.chdir(before)
-    return folder, names
-
-
-def test_the_result_has_the_bits_of_the_commands(
-    page: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, names = page
-    monkeypatch.chdir(folder)
+    exec(example, names)
     for command in (
         "schema infer clicks.parquet --label clicked --output by_hand.toml",
         "prepare tabular --schema by_hand.toml --input clicks.parquet --output by_hand",
@@ -73,7 +57,8 @@ def test_the_result_has_the_bits_of_the_commands(
         "prepare tabular --like runs/by_hand --input new.parquet --output new",
         "predict runs/by_hand --data new --output by_hand.parquet",
     ):
-        assert exit_code(monkeypatch, *command.split()) == 0, capsys.readouterr()
+        code, *said = cowrec(*command.split())
+        assert code == 0, said
     assert_same(Path("runs/clicks"), Path("runs/by_hand"))
     expected = pq.read_table("by_hand.parquet")["prediction"].to_numpy()
     found = names["model"].predict(names["new"].drop_columns("clicked"))

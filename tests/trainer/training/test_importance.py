@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from commands.command_line import exit_code
+from commands.command_line import Cowrec
 from cowrec.data_pipeline import PrepareConfig, prepare
 from cowrec.data_pipeline.dataset.schema import WEIGHT_SUFFIX
 from cowrec.trainer.reports.text_table import quality_tables
@@ -43,13 +43,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def test_importance_is_that_of_columns_permuted_on_disk(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_importance_is_that_of_columns_permuted_on_disk(folder: Path, cowrec: Cowrec) -> None:
     """Exactly: the same predictions are measured."""
     found = evaluate_run(folder / "run", folder / "data", importance=True)
-    assert exit_code(monkeypatch, "evaluate", folder / "run", "--data", folder / "data", "--importance") == 0
-    assert json.loads(capsys.readouterr().out)["importance"] == found["importance"]
+    code, printed, _ = cowrec("evaluate", folder / "run", "--data", folder / "data", "--importance")
+    assert (code, json.loads(printed)["importance"]) == (0, found["importance"])
     shard = folder / "data" / "test" / "00000.parquet"
     table = pq.read_table(shard)
     known = np.flatnonzero(~np.isnan(table["label"].to_numpy()))

@@ -34,6 +34,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 def write_example(folder: Path) -> Path:
     """Writes my_network.py and my_run.toml of docs/models.md into a folder; returns the latter."""
     text = PAGE.read_text(encoding="utf-8").partition("## A network of your own")[2]
+    folder.mkdir(exist_ok=True)
     for name, language in (("my_network.py", "python"), ("my_run.toml", "toml")):
         block = re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)
         assert block, language
@@ -61,13 +62,15 @@ def forget() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     make_data(folder)
-    (folder / "code").mkdir()
     train(load_config(write_example(folder / "code")), folder / "data", folder / "run")
     return folder
 
 
-def test_evaluation_prediction_export_and_serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probabilities are float32; the exported program is another order of operations."""
+def test_evaluation_prediction_export_and_serving(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Probabilities are float32; the exported program is another order of operations.
+
+    An export, which may come from others, does not say where code is searched.
+    """
     forget()
     quality = evaluate_run(folder / "run", folder / "data")
     last = report_of(folder / "run")["epochs"][-1]
@@ -78,6 +81,9 @@ def test_evaluation_prediction_export_and_serving(folder: Path, monkeypatch: pyt
     served = ServedModel.load(folder / "export")
     block = load_shards(folder / "data", served.schema, "test", [0])
     np.testing.assert_allclose(served.predict(block), predicted(folder / "run", folder / "data"), rtol=0, atol=1e-6)
+    forget()
+    monkeypatch.chdir(tmp_path)
+    refused("there is no module my_network in Python's path", ServedModel.load, folder / "export")
 
 
 @pytest.mark.parametrize(("loss", "expected"), [([], 0.5**1.5), (["train.loss=bce"], math.log(2))])
@@ -103,10 +109,8 @@ def test_a_changed_file_is_told_and_a_missing_one_copied(
     folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     code = tmp_path / "code"
-    code.mkdir()
-    config = write_example(code)
     forget()
-    train(load_config(config), folder / "data", tmp_path / "run")
+    train(load_config(write_example(code)), folder / "data", tmp_path / "run")
     expected = predicted(tmp_path / "run", folder / "data")
     file = code / "my_network.py"
     file.write_text(file.read_text().replace("nn.ReLU()", "nn.Tanh()"))
@@ -124,14 +128,6 @@ def test_a_changed_file_is_told_and_a_missing_one_copied(
     assert file.name in (tmp_path / "run" / "code.json").read_text()
 
 
-def test_an_export_does_not_say_where_code_is_searched(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """It may come from others."""
-    export_run(folder / "run", tmp_path / "export")
-    forget()
-    monkeypatch.chdir(tmp_path)
-    refused("there is no module my_network in Python's path", ServedModel.load, tmp_path / "export")
-
-
 def test_two_files_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:
     load_config(folder / "code" / "my_run.toml")
     config = write_example(tmp_path)
@@ -143,9 +139,6 @@ def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path) -> 
     write_network(tmp_path / "my_norm.py", "self.norm(x.flat)[:, 0]")
     config = tmp_path / "run.toml"
     config.write_text('[model]\nname = "my_norm:Net"\n[train]\nbatch_size = 64\nepochs = 1\ndevice = "cpu"\n')
-    plan = RunPlan.of(
-        with_defaults(load_config(config), 200),
-        Schema.load(folder / "data"),
-        Process(0, 2, 2, True, torch.device("cpu")),
-    )
+    given, two = with_defaults(load_config(config), 200), Process(0, 2, 2, True, torch.device("cpu"))
+    plan = RunPlan.of(given, Schema.load(folder / "data"), two)
     refused(r"has a BatchNorm1d .*norm., whose means are those of the samples of one process", unsharded_task, plan)
