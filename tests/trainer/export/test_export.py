@@ -4,6 +4,7 @@ import hashlib
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,34 +22,26 @@ from online_cases import DRIFT, case_fixture
 from process_groups import in_processes
 from refusal import refused
 from trained_runs import predicted, run, write_network
-from trainer_cases import COLUMNS, UNWEIGHTED, config_file, make_data
+from trainer_cases import UNWEIGHTED, config_file, make_data
 
 DIM = 6
-TRAINED = ("wdl", "dcnmix")
-BAGS = {"weighted": tuple(COLUMNS), "unweighted": UNWEIGHTED, "single": ("price", "city")}
+TRAINED = {"wdl": "unweighted", "dcnmix": "weighted"}
+"""Networks, and their data."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of every model, and one data set for each kind of bags; "tags" are averaged in the unweighted one."""
+    """Runs, and one data set for each kind of bags; "tags" are averaged in the unweighted one."""
     folder = tmp_path_factory.mktemp("export")
     config_file(folder)
-    for bags, columns in BAGS.items():
-        make_data(folder / bags, columns)
-        mean_pooled = folder / bags / "data" / "schema.json"
-        if bags == "unweighted":
-            mean_pooled.write_text(mean_pooled.read_text().replace('"pooling": "sum"', '"pooling": "mean"'))
-    for model in TRAINED:
-        bags = "unweighted" if model == "wdl" else "weighted"
-        settings = ["train.epochs=1", f"model.name={model}"]
-        settings += ["model.options.layers=2"] if model.startswith("dcn") else []
-        run(folder, folder / model, *settings, data=folder / bags / "data")
-    run(folder, folder / "single" / "run", "train.epochs=1", data=folder / "single" / "data")
+    weighted = make_data(folder / "weighted")
+    mean_pooled = make_data(folder / "unweighted", UNWEIGHTED) / "schema.json"
+    mean_pooled.write_text(mean_pooled.read_text().replace('"pooling": "sum"', '"pooling": "mean"'))
+    single = make_data(folder / "single", ("price", "city"))
+    run(folder, folder / "wdl", "train.epochs=1", "model.name=wdl", data=mean_pooled.parent)
+    run(folder, folder / "dcnmix", "train.epochs=1", "model.name=dcnmix", "model.options.layers=2", data=weighted)
+    run(folder, folder / "single" / "run", "train.epochs=1", data=single)
     return folder
-
-
-def data_of(folder: Path, model: str) -> Path:
-    return folder / ("unweighted" if model == "wdl" else "weighted") / "data"
 
 
 def looked_up(exported: Path, data: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,12 +72,11 @@ def served(exported: Path, data: Path) -> np.ndarray:
 @pytest.mark.parametrize("model", TRAINED)
 def test_float32_predicts_what_the_trained_model_predicts(folder: Path, tmp_path: Path, model: str) -> None:
     """Holds up to the order of summation; bags have 0 to 4 ids, with weights, or averaged for wdl."""
-    manifest = export_run(folder / model, tmp_path / "export")
-    expected = predicted(folder / model, data_of(folder, model))
-    np.testing.assert_allclose(served(tmp_path / "export", data_of(folder, model)), expected, rtol=2e-5, atol=2e-6)
+    manifest, data = export_run(folder / model, tmp_path / "export"), folder / TRAINED[model] / "data"
+    expected = predicted(folder / model, data)
+    np.testing.assert_allclose(served(tmp_path / "export", data), expected, rtol=2e-5, atol=2e-6)
     assert manifest == Manifest.load(tmp_path / "export")
-    assert manifest.step == 5
-    assert manifest.logits_error < 1e-5
+    assert (manifest.step, manifest.logits_error < 1e-5) == (5, True)
     assert all(table.max_error == 0 for table in manifest.tables.values())
     program = torch.export.load(tmp_path / "export" / "network.pt2").module()
     dense = load_file(tmp_path / "export" / "dense.safetensors")
@@ -110,11 +102,8 @@ def test_exported_networks_compute_the_same(folder: Path, model: str) -> None:
             torch.testing.assert_close(program(*inputs), network(*inputs), rtol=1e-5, atol=1e-5)
 
 
-def test_a_network_that_torch_cannot_export_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = "self.out(x.flat).squeeze(1) if x.wide.sum() > 0 else x.wide"
-    write_network(tmp_path / "my_branching.py", output)
+def test_a_network_that_torch_cannot_export_is_refused(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    write_network(tmp_path / "my_branching.py", "self.out(x.flat).squeeze(1) if x.wide.sum() > 0 else x.wide")
     monkeypatch.syspath_prepend(tmp_path)
     schema, config = Schema.load(folder / "weighted" / "data"), ModelConfig("my_branching:Net", DIM)
     network = build_network(config, [field.name for field in schema.sparse], len(schema.dense)).eval()
@@ -138,11 +127,9 @@ def test_quantised_tables_have_the_stated_error(folder: Path, tmp_path: Path, pr
         rounded = torch.finfo(torch.float32).eps * float(exact.abs().max())  # of the product, in float32
         assert abs(float((rows - exact).abs().max()) - table.max_error) <= rounded
         assert table.max_error > 0
-    logits = [
-        torch.from_numpy(each).double().logit()
-        for each in (served(tmp_path / "export", data), predicted(run_dir, data))
-    ]
-    off = float((logits[0] - logits[1]).abs().max())
+    both = served(tmp_path / "export", data), predicted(run_dir, data)
+    found, expected = (torch.from_numpy(each).double().logit() for each in both)
+    off = float((found - expected).abs().max())
     assert 0 < off <= 1.5 * manifest.logits_error + 1e-5
 
 
@@ -194,14 +181,13 @@ def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path
 
 
 SHARED = "id_table.tables={both = {fields = ['C1', 'C3'], capacity = 900}}"
+HASHED = ["id_table.kind=hash", "id_table.capacity=50", "id_table.expire_after=''"]
 
 
 case = case_fixture()
 
 
-@pytest.mark.parametrize(
-    "settings", [[SHARED], [SHARED, "id_table.kind=hash", "id_table.capacity=50", "id_table.expire_after=''"]]
-)
+@pytest.mark.parametrize("settings", [[SHARED], [SHARED, *HASHED]])
 def test_raw_samples_get_the_predictions_of_the_run(case: Path, tmp_path: Path, settings: list[str]) -> None:
     """The test split follows the training split in the generated samples; float32 sums are in another order."""
     run(case, tmp_path / "run", "train.epochs=1", *settings)

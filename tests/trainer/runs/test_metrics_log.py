@@ -104,9 +104,7 @@ def test_a_tracker_has_the_settings_and_metrics_of_a_resumed_run(
     assert library.ends == ends
 
 
-def test_a_tracker_that_is_not_installed_is_refused_at_the_start(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_is_not_installed_is_refused(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"train\.trackers has \"wandb\".*pip install 'cowrec\[wandb\]'"):
         run(folder, tmp_path / "run", 'train.trackers=["wandb"]')
@@ -138,9 +136,13 @@ class Recorder:
         self.calls.append(call)
 
 
+def logging_to(folder: Path, tracker: Recorder, resumed_at: int = 0) -> MetricsLog:
+    return MetricsLog(folder, resumed_at, [Tracking("some", tracker, TrackedRun(folder, {}, {}))])
+
+
 def test_errors_of_a_tracker_leave_out_readings_and_warn_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracker = Recorder(["begin", "begin", "log"])
-    with MetricsLog(tmp_path, 0, [Tracking("some", tracker, TrackedRun(tmp_path, {}, {}))]) as log:
+    with logging_to(tmp_path, tracker) as log:
         for step in range(1, 6):
             log.write("train", step, loss=step / 2, rate=float("nan"), names=["a"], clip={"city": 3})
     # Beginning failed with the first two readings, and the third could not be recorded.
@@ -149,18 +151,16 @@ def test_errors_of_a_tracker_leave_out_readings_and_warn_once(tmp_path: Path, ca
     (warning,) = (each.getMessage() for each in caplog.records if each.levelno == logging.WARNING)
     assert "some does not record all metrics: OSError: begin failed at https://***@host/;" in warning
     again = Recorder()
-    with pytest.raises(Interrupted), MetricsLog(tmp_path, 5, [Tracking("some", again, TrackedRun(tmp_path, {}, {}))]):
+    with pytest.raises(Interrupted), logging_to(tmp_path, again, resumed_at=5):
         raise Interrupted
     assert again.calls == [("begin", "id7"), ("end", "KILLED")]
 
 
-def test_a_tracker_that_does_not_answer_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(trackers, "_LAST_SECONDS", 0.05)
     monkeypatch.setattr(trackers, "_MOST_WAITING", 3)
     answer = threading.Event()
-    with MetricsLog(tmp_path, 0, [Tracking("some", Recorder(waits=answer), TrackedRun(tmp_path, {}, {}))]) as log:
+    with logging_to(tmp_path, Recorder(waits=answer)) as log:
         for step in range(1, 9):
             log.write("train", step, loss=1.0)
     answer.set()
@@ -189,28 +189,23 @@ def write(run_dir: Path, first: int, last: int, resumed_at: int = 0) -> None:
 
 
 def test_metrics_keep_to_their_size_and_a_resumed_run_continues_them(tmp_path: Path) -> None:
-    """From a checkpoint before the last time that the file was full; the run was killed in the middle of a line."""
+    """From a checkpoint before the last time that the file was full; the run was killed in the middle of a line.
+
+    Files of TensorBoard are removed too.
+    """
     write(tmp_path, 1, 500)
     sizes = [file.stat().st_size for file in tmp_path.glob("metrics.jsonl*")]
     assert len(sizes) == 2
     assert max(sizes) <= 5000
     first, *_, last = steps(tmp_path)
     assert (steps(tmp_path), last) == (list(range(first, 501)), 500)
-    current = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    checkpoint = current[0]["step"] - 5
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == steps(tmp_path)
+    checkpoint = lines_of(tmp_path)[0]["step"] - 5
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     write(tmp_path, checkpoint + 1, 520, resumed_at=checkpoint)
     found = steps(tmp_path)
     assert found == list(range(found[0], 521))
     assert found[0] <= 500
-
-
-def test_files_of_tensorboard_are_removed_too(tmp_path: Path) -> None:
-    write(tmp_path, 1, 500)
-    files = list((tmp_path / "tensorboard").iterdir())
-    assert len(files) == 2
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    shown = [event.step for event in board.Scalars("train/loss")]
-    assert shown == steps(tmp_path)
