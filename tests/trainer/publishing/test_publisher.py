@@ -1,5 +1,7 @@
 """Versions as bytes, publishing under faults, going back: a reader ends with the model and skips no version."""
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -18,7 +20,7 @@ import pytest
 from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, DamagedBlob, TableChange, decode, encode, merged
 from cowrec.trainer.publishing.follower import VersionFollower
 from cowrec.trainer.publishing.publisher import Publisher
-from cowrec.trainer.publishing.target import Target, open_target
+from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.publishing.versions import list_versions, reachable, republish
 from publishing.published_model import Model, publish, publisher, reading, target_url
 from refusal import refused
@@ -48,7 +50,7 @@ def blob_of(change: Change) -> Blob:
     return Blob(7, 6, "delta", "some", 1.5, change)
 
 
-def test_a_blob_is_decoded_exactly_or_rejected() -> None:
+def test_a_blob_is_decoded_exactly_or_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every missing or altered byte is detected: the test tries all lengths and alters every byte once."""
     change = Model(3).train(with_dense=True)
     whole = encode(blob_of(change))
@@ -60,23 +62,19 @@ def test_a_blob_is_decoded_exactly_or_rejected() -> None:
     assert one.step == other.step == 1
     assert found.change.sample_time == 10
     assert (found.version, found.previous, found.kind, found.lineage, found.created) == (7, 6, "delta", "some", 1.5)
-    for length in range(len(whole)):
-        with pytest.raises(DamagedBlob):
-            decode(whole[:length])
+    damaged = [whole + b"\0"]
     for index in range(len(whole)):
+        damaged += [whole[:index], whole[:index] + bytes([whole[index] ^ 64]) + whole[index + 1 :]]
+    for each in damaged:
         with pytest.raises(DamagedBlob):
-            decode(whole[:index] + bytes([whole[index] ^ 64]) + whole[index + 1 :])
-    with pytest.raises(DamagedBlob):
-        decode(whole + b"\0")
-    assert not decode(encode(blob_of(Change(0, None, {})))).change.tables
-
-
-def test_a_blob_of_another_format_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cowrec.trainer.publishing.blob.FORMAT", 2)
-    blob = encode(blob_of(Change(0, None, {})))
-    monkeypatch.undo()
-    assert blob.startswith(MAGIC)
-    refused("has format 2, but this cowrec reads 1", decode, blob)
+            decode(each)
+    empty = blob_of(Change(0, None, {}))
+    assert not decode(encode(empty)).change.tables
+    with monkeypatch.context() as later:
+        later.setattr("cowrec.trainer.publishing.blob.FORMAT", 2)
+        other = encode(empty)
+    assert other.startswith(MAGIC)
+    refused("has format 2, but this cowrec reads 1", decode, other)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -121,19 +119,12 @@ def test_a_reader_gets_the_publishers_model_whenever_it_starts(url: str) -> None
         with reading(url) as late:
             wait_for(lambda: late.version == 33)
             assert late.model.same_as(early.model)
-            assert late.model.step == early.model.step
-            assert late.seen[0].kind == "full"
+            assert (late.model.step, late.seen[0].kind) == (early.model.step, "full")
             assert len(late.seen) < 6
     # Versions before the second-to-last full one are removed.
     full = [version for version, kind in open_target(url).blobs() if kind == "full"]
     assert len(full) == 2
     assert min(version for version, _ in open_target(url).blobs()) == full[0]
-
-
-def test_one_directory_has_one_publisher(tmp_path: Path) -> None:
-    with publisher(str(tmp_path)), pytest.raises(ValueError, match="another process is at work"):
-        publisher(str(tmp_path))
-    refused("is not supported", open_target, "kafka://host/topic")
 
 
 def test_a_failing_directory_loses_no_change(tmp_path: Path) -> None:
@@ -228,23 +219,17 @@ def test_redis_killed_and_restarted(tmp_path: Path, appendonly: bool) -> None:
             assert reader.model.same_as(model)
 
 
-def damage(kind: str, target: Target, folder: Path) -> None:
+def damage(kind: str, folder: Path) -> None:
     """Damages versions 3 and 4 of a directory."""
     third, fourth = folder / "delta-000000000003.cow", folder / "delta-000000000004.cow"
-    content = third.read_bytes()
-    match kind:
-        case "truncated":
-            third.write_bytes(content[:-7])
-        case "altered":
-            third.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        case "lost":
-            third.unlink()
-        case "swapped":
-            third.write_bytes(fourth.read_bytes())
-            fourth.write_bytes(content)
-        case "of another lineage":
-            blob = decode(content)
-            third.write_bytes(encode(Blob(3, 2, "delta", "other", blob.created, blob.change)))
+    content, later = third.read_bytes(), fourth.read_bytes()
+    other = encode(dataclasses.replace(decode(content), lineage="other"))
+    changed = {"truncated": content[:-7], "altered": content[:-1] + bytes([content[-1] ^ 1])}
+    third.write_bytes((changed | {"swapped": later, "of another lineage": other}).get(kind, b""))
+    if kind == "swapped":
+        fourth.write_bytes(content)
+    if kind == "lost":
+        third.unlink()
 
 
 @pytest.mark.parametrize("kind", ["truncated", "altered", "lost", "swapped", "of another lineage"])
@@ -252,7 +237,7 @@ def test_a_reader_waits_at_a_gap_and_continues_with_the_next_full_version(tmp_pa
     model, states = Model(), dict[int, Model]()
     with publisher(str(tmp_path), compact_after=6) as out:
         publish_many(out, model, states, 6)
-        damage(kind, open_target(str(tmp_path)), tmp_path)
+        damage(kind, tmp_path)
         with reading(str(tmp_path)) as reader:
             wait_for(lambda: reader.versions.waits_for_full)
             assert reader.version == 2
@@ -376,12 +361,10 @@ def test_a_redis_killed_while_its_newest_version_is_applied(tmp_path: Path) -> N
         publish_step(out, 1)
         assert out.finish(30)
         follower = VersionFollower(server.url, lambda blob: server.send(signal.SIGKILL), lambda: None)
-        try:
+        with contextlib.closing(follower):
             follower.start()
             wait_for(lambda: "cannot be reached" in follower.problem)
             assert follower.caught_up
-        finally:
-            follower.close()
         server.start()
 
 
@@ -411,24 +394,25 @@ def test_readers_go_back_and_a_later_trainer_goes_on(url: str) -> None:
                 publish_many(out, model, states, 3)
             for each in (reader, late):
                 wait_for(lambda each=each: each.version == 17)
-                assert [(blob.version, blob.kind) for blob in each.seen[-4:]] == [
-                    (14, "full"), (15, "full"), (16, "delta"), (17, "delta"),
-                ]  # fmt: skip
+                assert [blob.version for blob in each.seen[-4:]] == [14, 15, 16, 17]
+                assert [blob.kind for blob in each.seen[-4:]] == ["full", "full", "delta", "delta"]
                 assert each.model.same_as(model)
         assert [blob.version for blob in reader.seen[-6:]] == list(range(12, 18))
 
 
-@pytest.mark.parametrize(
-    ("kind", "problem"), [("directory", "another process is at work"), ("redis", "publishes under the name 'test'")]
-)
-def test_while_a_trainer_publishes_it_is_refused(
-    kind: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+LOCKED = {"directory": "another process is at work", "redis": "publishes under the name 'test'"}
+
+
+@pytest.mark.parametrize("kind", LOCKED)
+def test_while_a_trainer_publishes_no_other_does(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = LOCKED[kind]
     monkeypatch.setattr("cowrec.trainer.publishing.target.LEASE", 1.0)
     monkeypatch.setattr("cowrec.trainer.publishing.publisher.LEASE", 1.0)
+    refused("is not supported", open_target, "kafka://host/topic")
     with target_url(kind, tmp_path) as url, publisher(url) as out:
         publish_many(out, Model(), {}, 3)
         before = open_target(url).blobs()
+        refused(problem, publisher, url)
         refused(rf"{problem}.*; stop the trainer first, as its next version would", republish, url, 2)
         assert open_target(url).blobs() == before
 

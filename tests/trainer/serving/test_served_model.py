@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from cowrec.data_pipeline import OUT_OF_VOCABULARY, Schema
+from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.models import ModelConfig, build_network, physical_dim
@@ -25,7 +25,7 @@ from cowrec.trainer.serving.served_rows import RowChange, ServedRows
 from history_cases import FLAT
 from served_oracle import RESERVED, USER_WIDTH, WIDTH, Oracle, collisionless_schema, delta, full, random_samples
 from trained_runs import predicted, run
-from trainer_cases import COLUMNS, UNWEIGHTED, config_file, make_data
+from trainer_cases import UNWEIGHTED, config_file, make_data
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +33,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one epoch, resumed for a second one, with weighted bags of three widths, and with averaged ones."""
     folder = tmp_path_factory.mktemp("served")
     config_file(folder)
-    for bags, columns in (("weighted", tuple(COLUMNS)), ("averaged", UNWEIGHTED)):
-        data = make_data(folder / bags, columns)
-        if bags == "averaged":
-            described = data / "schema.json"
-            described.write_text(described.read_text().replace('"pooling": "sum"', '"pooling": "mean"'))
-        run_dir, widths = folder / bags / "run", ["model.embedding_dims={city=3, history=9}"]
+    weighted, averaged = make_data(folder / "weighted"), make_data(folder / "averaged", UNWEIGHTED)
+    described = averaged / "schema.json"
+    described.write_text(described.read_text().replace('"pooling": "sum"', '"pooling": "mean"'))
+    for data, widths in ((weighted, ["model.embedding_dims={city=3, history=9}"]), (averaged, [])):
+        bags, run_dir = data.parent, data.parent / "run"
         for epochs in (1, 2):
-            settings = [f"train.epochs={epochs}", *(widths if bags == "weighted" else [])]
-            run(folder, run_dir, *settings, data=data, resume=epochs > 1)
-            export_run(run_dir, folder / bags / f"export-{epochs}")
-            np.save(folder / bags / f"predictions-{epochs}.npy", predicted(run_dir, data))
+            run(folder, run_dir, f"train.epochs={epochs}", *widths, data=data, resume=epochs > 1)
+            export_run(run_dir, bags / f"export-{epochs}")
+            np.save(bags / f"predictions-{epochs}.npy", predicted(run_dir, data))
     return folder
 
 
@@ -79,17 +77,6 @@ def test_an_export_with_published_changes_equals_the_trained_model(folder: Path,
     np.testing.assert_allclose(served.predict(samples), expected[1], rtol=2e-5, atol=2e-6)
 
 
-def test_unknown_ids_are_counted(folder: Path) -> None:
-    """Ids of row 0, and ids outside a table of numbered rows, which get row 0."""
-    served = ServedModel.load(folder / "averaged" / "export-1")
-    samples = samples_of(folder / "averaged" / "data").take(torch.zeros(3, dtype=torch.int64))
-    samples.ids[:, 0] = torch.tensor([OUT_OF_VOCABULARY, -5, 1 << 30])
-    before = served.counters()["unknown_ids"]
-    logits = served.predict(samples)
-    assert served.counters()["unknown_ids"] == before + 3
-    assert logits[0] == logits[1] == logits[2]
-
-
 @pytest.mark.parametrize(("ids", "precision"), [(8, "float32"), (3000, "float32"), (30, "float16"), (30, "int8")])
 def test_ids_that_are_added_deleted_and_added_again(tmp_path: Path, ids: int, precision: str) -> None:
     """Compares with dictionaries and loops: new, deleted and returning ids, a shared table, growing rows and slots.
@@ -100,9 +87,10 @@ def test_ids_that_are_added_deleted_and_added_again(tmp_path: Path, ids: int, pr
     oracle.train(8, True)
     oracle.export(tmp_path / "export", precision)
     served = ServedModel.load(tmp_path / "export")
-    check = lambda: np.testing.assert_allclose(  # noqa: E731
-        served.predict(samples), oracle.predict(samples), rtol=2e-5, atol=off
-    )
+
+    def check() -> None:
+        np.testing.assert_allclose(served.predict(samples), oracle.predict(samples), rtol=2e-5, atol=off)
+
     for version in range(1, 13):
         samples = random_samples(oracle.rng, ids)
         check()
@@ -250,11 +238,10 @@ def test_tables_equal_dictionaries(versions: list) -> None:
     sizes, schema = np.array([-1, -1, -1, 4]), collisionless_schema()
     served = ServedRows(schema, sizes, np.array([0, 0, 1, 2]), WIDTHS, "float32")
     asked = [0, 1, *(number << 40 for number in range(2, 10)), -3]
-    offsets = torch.arange(len(asked) + 1)
-    single = torch.tensor([[each, each, number % 6 - 1] for number, each in enumerate(asked)])
-    samples = SampleBlock(
-        torch.zeros(len(asked), 1), torch.zeros(len(asked)), single, {"basket": Bags(torch.tensor(asked), offsets)}
-    )
+    cities = [-1, 0, 1, 2, 3, 4, -5, 1 << 30, 0, 1, 2]
+    single = torch.tensor([[each, each, city] for each, city in zip(asked, cities, strict=True)])
+    bags = {"basket": Bags(torch.tensor(asked), torch.arange(len(asked) + 1))}
+    samples = SampleBlock(torch.zeros(len(asked), 1), torch.zeros(len(asked)), single, bags)
     rows = {(field, each): 0 for field in (0, 2) for each in (0, 1)} | {(3, each): 0 for each in range(4)}
 
     def check(tables: tuple, rows: dict[tuple[int, int], int]) -> None:
@@ -269,9 +256,9 @@ def test_tables_equal_dictionaries(versions: list) -> None:
                 missing += key not in rows or key == default
         assert unknown == missing
 
-    for whole, written, removed, cities in versions:
+    for whole, written, removed, numbered in versions:
         changed = {(0 if each in (0, 1) and field == 1 else field, each): v for (field, each), v in written.items()}
-        changed |= {(3, each): value for each, value in cities.items()}
+        changed |= {(3, each): value for each, value in numbered.items()}
         removed = removed - changed.keys()
         before, tables = dict(rows), served.tables
         if whole:
@@ -334,14 +321,6 @@ class Branching(nn.Module):
         return dense.sum(1) if len(dense) == 1 else rows.sum((1, 2))
 
 
-def test_a_network_whose_operations_change_is_not_replayed() -> None:
-    inference = InferenceNetwork(Branching(), 0.0, SIZES)
-    dense, rows = torch.randn(5, DENSE), torch.randn(5, *SIZES[1:])
-    assert not inference.replays
-    torch.testing.assert_close(inference(dense, rows), rows.sum((1, 2)).sigmoid())
-    torch.testing.assert_close(inference(dense[:1], rows[:1]), dense[:1].sum(1).sigmoid())
-
-
 class Scaling(nn.Module):
     """Reads a weight as a number, which a recording would take for a constant."""
 
@@ -353,11 +332,14 @@ class Scaling(nn.Module):
         return rows.sum((1, 2)) * self.scale.item()
 
 
-def test_a_network_that_reads_its_weights_as_numbers_is_not_replayed() -> None:
-    inference = InferenceNetwork(Scaling(), 0.0, SIZES)
-    rows = torch.randn(5, *SIZES[1:])
-    assert not inference.replays
-    found = inference.with_weights({"scale": torch.tensor(3.0)})(torch.randn(5, DENSE), rows)
+def test_networks_that_change_their_operations_or_read_weights_as_numbers_are_not_replayed() -> None:
+    branching, scaling = (InferenceNetwork(each, 0.0, SIZES) for each in (Branching(), Scaling()))
+    dense, rows = torch.randn(5, DENSE), torch.randn(5, *SIZES[1:])
+    assert not branching.replays
+    assert not scaling.replays
+    torch.testing.assert_close(branching(dense, rows), rows.sum((1, 2)).sigmoid())
+    torch.testing.assert_close(branching(dense[:1], rows[:1]), dense[:1].sum(1).sigmoid())
+    found = scaling.with_weights({"scale": torch.tensor(3.0)})(dense, rows)
     torch.testing.assert_close(found, (3 * rows.sum((1, 2))).sigmoid())
 
 

@@ -130,12 +130,12 @@ def test_no_request_breaks_the_service(server: Client, body: Any) -> None:
 
 
 def test_large_requests_are_rejected(server: Client) -> None:
-    status, answer = server.predict([GOOD] * 61)
-    assert (status, "61 samples, the limit is 60" in answer["error"]) == (413, True)
-    status, answer = server.predict([{**GOOD, "city": "x" * (1 << 20)}])
-    assert (status, "the limit is 1,048,576 bytes" in answer["error"]) == (413, True)
-    status, answer = server.ask("GET", "/metrics", b" " * ((1 << 20) + 1))
-    assert (status, "the limit is 1,048,576 bytes" in answer["error"]) == (413, True)
+    for (status, answer), limit in (
+        (server.predict([GOOD] * 61), "61 samples, the limit is 60"),
+        (server.predict([{**GOOD, "city": "x" * (1 << 20)}]), "the limit is 1,048,576 bytes"),
+        (server.ask("GET", "/metrics", b" " * ((1 << 20) + 1)), "the limit is 1,048,576 bytes"),
+    ):
+        assert (status, limit in answer["error"]) == (413, True)
     with socket.create_connection(("127.0.0.1", server.port)) as raw:  # a body of unknown length
         raw.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         with contextlib.suppress(ConnectionError):
@@ -171,21 +171,24 @@ def test_metrics(server: Client) -> None:
     def grown(name: str) -> float:
         return after[name] - before.get(name, 0.0)
 
-    assert grown("cowrec_predictions_total") == 3
+    assert grown("cowrec_predictions_total") == grown("cowrec_batch_samples_sum") == 3
     assert grown("cowrec_unknown_ids_total") == 1
-    assert grown("cowrec_rejected_requests_total{reason=bad_json}") == 1
-    assert grown("cowrec_rejected_requests_total{reason=bad_sample}") == 1
-    assert grown("cowrec_request_seconds_count{route=/predict,status=200}") == 2
-    assert grown("cowrec_request_seconds_count{route=/predict,status=400}") == 2
-    assert grown("cowrec_batch_samples_sum") == 3
-    assert after["cowrec_model_step"] == 5
-    assert after["cowrec_model_version"] == 0
+    for reason in ("bad_json", "bad_sample"):
+        assert grown(f"cowrec_rejected_requests_total{{reason={reason}}}") == 1
+    for status in (200, 400):
+        assert grown(f"cowrec_request_seconds_count{{route=/predict,status={status}}}") == 2
+    assert (after["cowrec_model_step"], after["cowrec_model_version"], after["cowrec_following"]) == (5, 0, 0)
     assert np.isnan(after["cowrec_model_age_seconds"])  # its samples have no time
-    assert after["cowrec_following"] == 0
 
 
 def test_sigterm_lets_requests_in_progress_finish(folder: Path) -> None:
-    with serving(folder / "export", "--max-samples", "2", imports=True) as server:
+    """Another port is for health alone."""
+    port = free_port()
+    with serving(folder / "export", "--max-samples", "2", "--health-port", str(port), imports=True) as server:
+        for path in ("/livez", "/readyz", "/health", "/metrics"):
+            assert server.ask("GET", path, port=port)[0] == 200
+        with contextlib.suppress(ConnectionError):
+            assert server.ask("POST", "/predict", GOOD, port)[0] == 404
         assert [server.predict([GOOD] * count)[0] for count in (2, 3)] == [200, 413]
         connection, remainder = unfinished(server)
         server.metrics()  # answered, so the request before it is in progress
@@ -415,12 +418,3 @@ def test_requests_that_wait_in_sockets_when_it_stops_are_answered() -> None:
         assert [answer_of(each)[0] for each in opened] == [200] * 6
     for each in opened:
         each.close()
-
-
-def test_a_port_for_health_alone() -> None:
-    port = free_port()
-    with serving(served_folder() / "export", "--health-port", str(port)) as server:
-        for path in ("/livez", "/readyz", "/health", "/metrics"):
-            assert server.ask("GET", path, port=port)[0] == 200
-        with contextlib.suppress(ConnectionError):
-            assert server.ask("POST", "/predict", GOOD, port)[0] == 404

@@ -14,44 +14,33 @@ import numpy as np
 import pytest
 
 from commands.command_line import exit_code
-from trained_runs import predicted, run
-from trainer_cases import COLUMNS, TEST_ROWS, TRAIN_ROWS, config_file, make_data
+from trained_runs import make_folder, predicted, run
+from trainer_cases import COLUMNS, TEST_ROWS, TRAIN_ROWS
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = re.compile(r"## In Triton Inference Server\n\n((?:    .*\n)+)")
 
 
-class Tensor:
+def tensor(name: str, array: np.ndarray) -> SimpleNamespace:
     """As of the server's module: a name and an array."""
-
-    def __init__(self, name: str, array: np.ndarray) -> None:
-        self._name, self._array = name, array
-
-    def name(self) -> str:
-        return self._name
-
-    def as_numpy(self) -> np.ndarray:
-        return self._array
+    return SimpleNamespace(name=lambda: name, as_numpy=lambda: array)
 
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The model, loaded as the server loads it from the folder that the page's commands make."""
-    config_file(tmp_path)
-    run(tmp_path, tmp_path / "runs" / "clicks", "train.epochs=1", data=make_data(tmp_path))
+    run(make_folder(tmp_path), tmp_path / "runs" / "clicks", "train.epochs=1")
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     monkeypatch.chdir(tmp_path)
-    found = RECIPE.search((ROOT / "docs" / "online.md").read_text(encoding="utf-8"))
-    assert found
-    commands = [line.strip() for line in found[1].splitlines()]
-    for command in commands:
+    (recipe,) = RECIPE.findall((ROOT / "docs" / "online.md").read_text(encoding="utf-8"))
+    for command in map(str.strip, recipe.splitlines()):
         if command.startswith("cowrec "):
             assert exit_code(monkeypatch, *command.split()[1:]) == 0
         elif not command.startswith("docker "):
             subprocess.run(command, shell=True, check=True)
     assert {path.name for path in (tmp_path / "models" / "clicks").iterdir()} == {"config.pbtxt", "1"}
     server = ModuleType("triton_python_backend_utils")
-    server.Tensor, server.TritonError = Tensor, str
+    server.Tensor, server.TritonError = tensor, str
     server.InferenceResponse = lambda output_tensors, error=None: SimpleNamespace(tensors=output_tensors, error=error)
     server.get_input_tensor_by_name = lambda request, name: request[name]
     monkeypatch.setitem(sys.modules, server.__name__, server)
@@ -61,9 +50,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     model.finalize()
 
 
-def request(*samples: Any) -> dict[str, Tensor]:
+def request(*samples: Any) -> dict[str, SimpleNamespace]:
     texts = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in samples]
-    return {"SAMPLES": Tensor("SAMPLES", np.array(texts, object).reshape(-1, 1))}
+    return {"SAMPLES": tensor("SAMPLES", np.array(texts, object).reshape(-1, 1))}
 
 
 def test_the_backend_predicts_as_predict_does(model: Any, tmp_path: Path) -> None:

@@ -66,16 +66,15 @@ def test_weight_decay_is_that_of_torchs_adamw(epsilon: str) -> None:
 
 @pytest.mark.parametrize("border", [1, 100, _BLOCK_ROWS - 1, _BLOCK_ROWS, _BLOCK_ROWS + 1, 2 * _BLOCK_ROWS + 7])
 def test_initial_rows_do_not_depend_on_the_sharding(border: int) -> None:
-    complete = torch.full((2 * _BLOCK_ROWS + 20, 8), torch.nan)
-    _fill_shard(complete, (0, 0), "city", 5, 0.01, 3)
-    parts = torch.full_like(complete, torch.nan)
-    _fill_shard(parts[:border], (0, 0), "city", 5, 0.01, 3)
-    _fill_shard(parts[border:], (border, 0), "city", 5, 0.01, 3)
+    given = ("city", 5, 0.01, 3)
+    complete, parts, by_columns = (torch.full((2 * _BLOCK_ROWS + 20, 8), torch.nan) for _ in range(3))
+    _fill_shard(complete, (0, 0), *given)
+    _fill_shard(parts[:border], (0, 0), *given)
+    _fill_shard(parts[border:], (border, 0), *given)
     assert torch.equal(complete, parts)
-    by_columns = torch.full_like(complete, torch.nan)
     for column in (0, 4):
         shard = torch.empty(len(complete), 4)
-        _fill_shard(shard, (0, column), "city", 5, 0.01, 3)
+        _fill_shard(shard, (0, column), *given)
         by_columns[:, column : column + 4] = shard
     assert torch.equal(complete, by_columns)
     assert not complete[:, 5:].any()
@@ -84,11 +83,10 @@ def test_initial_rows_do_not_depend_on_the_sharding(border: int) -> None:
 
 
 def test_initial_rows_depend_on_seed_and_table() -> None:
-    tables = [torch.zeros(9, 8) for _ in range(3)]
-    for table, (name, seed) in zip(tables, [("a", 0), ("b", 0), ("a", 1)], strict=True):
+    tables = {given: torch.zeros(9, 8) for given in [("a", 0), ("b", 0), ("a", 1)]}
+    for (name, seed), table in tables.items():
         _fill_shard(table, (0, 0), name, 5, 0.01, seed)
-    assert not torch.equal(tables[0], tables[1])
-    assert not torch.equal(tables[0], tables[2])
+    assert not any(torch.equal(tables["a", 0], tables[other]) for other in [("b", 0), ("a", 1)])
 
 
 class OneLogit(nn.Module):
@@ -108,13 +106,11 @@ def test_weights_of_samples_multiply_their_losses(world_size: int, mean_weight: 
     torch.manual_seed(1)
     dense, label = torch.randn(7, 2, dtype=torch.float64), torch.tensor([1.0, 0, 0, 1, 1, 0, 1], dtype=torch.float64)
     weight = torch.tensor([0.0, 1, 2, 0.5, 3, 1, 10], dtype=torch.float64)
-    losses_of_ranks = [MeanLoss(world_size, mean_weight=mean_weight) for _ in range(world_size)]
-    tasks = [TrainTask(OneLogit(), each, 0.0, 0.0) for each in losses_of_ranks]
     losses = []
-    for rank, task in enumerate(tasks):
+    for rank in range(world_size):
+        task = TrainTask(OneLogit(), MeanLoss(world_size, mean_weight=mean_weight), 0.0, 0.0)
         own = slice(rank * 4, 7 if rank == world_size - 1 else 4)
-        batch = Batch(dense[own], None, label[own], 7, weight=weight[own])
-        loss, _ = task(batch)
+        loss, _ = task(Batch(dense[own], None, label[own], 7, weight=weight[own]))
         losses.append(loss)
     probability = torch.sigmoid(dense @ OneLogit().kernel)
     cross_entropy = -(label * probability.log() + (1 - label) * (1 - probability).log())

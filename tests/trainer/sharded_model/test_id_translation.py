@@ -14,6 +14,7 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.sharded_model.tables import tables_of
 from cowrec.trainer.training.saved_run import evaluate_run
 from cowrec.trainer.training.state import TrainState
+from refusal import refused
 from trained_runs import predicted
 from trained_runs import run as run_of
 from trainer_cases import OPTIMIZERS, UNWEIGHTED, config_file, make_data
@@ -26,26 +27,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ids")
     make_data(folder / "single", ("price", "city"))
     make_data(folder / "unweighted", UNWEIGHTED)
-    make_data(folder / "weighted")
     config_file(folder)
     return folder
 
 
-def run(folder: Path, data: str, run_dir: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
-    return run_of(folder, run_dir, *overrides, data=folder / data / "data", resume=resume)
+def run(folder: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
+    return run_of(folder, run_dir, *overrides, data=folder / "single" / "data")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_id_tables_train_like_a_vocabulary(folder: Path, tmp_path: Path, optimizer: str) -> None:
     """Tables start at zero, so that only row numbers differ, and with them the order of some sums."""
     settings = [*OPTIMIZERS[optimizer], "optimizer.embedding_init_std=0"]
-    vocabulary = run(folder, "single", tmp_path / "vocabulary", *settings)
-    translated = run(folder, "single", tmp_path / "translated", *settings, *IDS)
+    vocabulary = run(folder, tmp_path / "vocabulary", *settings)
+    translated = run(folder, tmp_path / "translated", *settings, *IDS)
     assert translated["logloss"] == pytest.approx(vocabulary["logloss"], abs=2e-6)
-    data = folder / "single" / "data"
-    np.testing.assert_allclose(
-        predicted(tmp_path / "translated", data), predicted(tmp_path / "vocabulary", data), atol=2e-6
-    )
+    one, other = (predicted(tmp_path / name, folder / "single" / "data") for name in ("translated", "vocabulary"))
+    np.testing.assert_allclose(one, other, atol=2e-6)
 
 
 def test_a_batch_is_translated_directly_before_its_step(folder: Path) -> None:
@@ -87,11 +85,11 @@ def test_new_ids_get_initialized_rows(folder: Path) -> None:
 
 
 def test_warm_start_copies_ids_and_rows(folder: Path, tmp_path: Path) -> None:
-    run(folder, "single", tmp_path / "earlier", *IDS)
+    run(folder, tmp_path / "earlier", *IDS)
     frozen = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", "optimizer.warmup_epochs=0", "optimizer.l2=0"]
-    report = run(folder, "single", tmp_path / "next", *IDS, *frozen, f"train.warm_start={tmp_path / 'earlier'}")
+    warm = f"train.warm_start={tmp_path / 'earlier'}"
+    report = run(folder, tmp_path / "next", *IDS, *frozen, warm)
     before = [evaluate_run(tmp_path / "earlier", folder / "single" / "data") for _ in range(2)]
     assert before[0] == before[1], "evaluation changes no table"
     assert report["logloss"] == pytest.approx(before[0]["logloss"], abs=1e-6)
-    with pytest.raises(ValueError, match="gives the ids of table 'city' rows in another way"):
-        run(folder, "single", tmp_path / "other", f"train.warm_start={tmp_path / 'earlier'}")
+    refused("gives the ids of table 'city' rows in another way", run, folder, tmp_path / "other", warm)

@@ -18,6 +18,7 @@ from cowrec.trainer.sharded_model.build import fused_params
 from cowrec.trainer.sharded_model.run_plan import Scaled
 from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan
 from process_groups import process_group
+from refusal import refused
 
 
 def tables(rows: Sequence[int], columns: int = 8, mean: Sequence[int] = ()) -> list[EmbeddingBagConfig]:
@@ -32,9 +33,10 @@ def processes(count: int, machine: int = 0) -> Process:
     return Process(0, count, machine or count, True, torch.device("cpu"))
 
 
-def run_of(plan: str, embedding: str = "adam", **kinds: str) -> RunConfig:
+def run_of(plan: str, embedding: str = "adam", memory: str = "device", **kinds: str) -> RunConfig:
     optimizer = OptimizerConfig(embedding=embedding, embedding_lr=2e-3, l2=0.0)
-    return RunConfig(sharding=ShardingConfig(plan, kinds), optimizer=optimizer, train=TrainConfig(batch_size=1024))
+    sharding = ShardingConfig(plan, kinds, memory)
+    return RunConfig(sharding=sharding, optimizer=optimizer, train=TrainConfig(batch_size=1024))
 
 
 def test_auto_splits_the_largest_tables() -> None:
@@ -73,22 +75,16 @@ def test_torchrecs_planner_chooses_kinds_that_can_be_clipped(tmp_path: Path) -> 
 def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: Any) -> None:
     """Holds for either planner."""
     process = Process(0, world_size, world_size, True, torch.device("cuda", 0))
-    sharding = ShardingConfig(plan, {"t1": "data_parallel"}, memory="uvm")
-    config = RunConfig(
-        sharding=sharding, optimizer=OptimizerConfig(embedding_lr=2e-3, l2=0.0), train=TrainConfig(batch_size=1024)
-    )
+    config = run_of(plan, memory="uvm", t1="data_parallel")
     found = planned(tmp_path, config, process, [20_000_000, 30, 1000])
     kernels = {name: table.compute_kernel for name, table in found.items()}
     assert kernels == {"t0": "fused_uvm", "t1": "dense", "t2": "fused_uvm"}
 
 
-UNIFIED = RunConfig(sharding=ShardingConfig(memory="uvm"), optimizer=OptimizerConfig(embedding_lr=2e-3, l2=0.0))
-
-
 @pytest.mark.parametrize(
     ("config", "given", "message"),
     [
-        (UNIFIED, {}, 'sharding.memory = "uvm" exists on CUDA only'),
+        (run_of("auto", memory="uvm"), {}, 'sharding.memory = "uvm" exists on CUDA only'),
         (run_of("data_parallel", "adagrad"), {}, "'t0' is to be data-parallel, but .* set optimizer.embedding = .adam"),
         (run_of("column_wise", "rowwise_adagrad"), {}, "'t0' is to be column-wise, but .* keeps one number for a row"),
         (run_of("column_wise"), {"columns": 4}, "its 4 columns cannot be split .* raise model.embedding_dim"),
@@ -98,5 +94,4 @@ UNIFIED = RunConfig(sharding=ShardingConfig(memory="uvm"), optimizer=OptimizerCo
     ],
 )
 def test_refuses(config: RunConfig, given: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        chosen_kinds(config, tables([40, 5, 1], **given), processes(4, machine=2))
+    refused(message, chosen_kinds, config, tables([40, 5, 1], **given), processes(4, machine=2))
