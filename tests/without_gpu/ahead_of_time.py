@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -38,23 +39,16 @@ class Launch:
         return f"{self.name} {self.constants}"
 
 
-class _Driver:
+def _driver(architecture: int) -> SimpleNamespace:
     """The part of a CUDA driver that a compilation asks for.
 
     The number of a device stands for its architecture, because Triton caches compiled kernels by device.
     """
-
-    def __init__(self, architecture: int) -> None:
-        self._architecture = architecture
-
-    def get_current_device(self) -> int:
-        return self._architecture
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._architecture, 32)
+    return SimpleNamespace(
+        get_current_device=lambda: architecture,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", architecture, 32),
+    )
 
 
 @contextmanager
@@ -68,7 +62,7 @@ def recorded_launches(architecture: int = 90) -> Iterator[list[Launch]]:
         launches.append(Launch(self.fn.__name__, arguments, constants, kernel))
         return kernel
 
-    driver.set_active(_Driver(architecture))
+    driver.set_active(_driver(architecture))
     try:
         with patch.object(JITFunction, "run", record):
             yield launches

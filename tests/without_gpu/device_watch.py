@@ -1,7 +1,6 @@
 """A record of the operators that a piece of code runs on CUDA tensors, real or fake, and of what they would cost."""
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 _PACKAGES = ("cowrec.", "torchrec.")
 # Operators that return memory without writing to its elements and whose schema does not mark them as views.
-_NO_KERNEL = {
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
-    "_unsafe_view",
-    "set_",
-    "is_pinned",
-    "device",
-}
+_NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "set_"}
+_NO_KERNEL |= {"is_pinned", "device"}
 # Operators that read the value of a CPU scalar on the host and pass it to their kernel.
 _TAKES_CPU_SCALARS = {"fill_"}
 
@@ -114,18 +104,13 @@ def numbers(arguments: Any) -> tuple[float, ...]:
 
 def site(outside: str = "") -> str:
     """Innermost function of cowrec or TorchRec that is running, as ``module.function``, outside of some package."""
-    for frame in _frames():
+    frame: Any = sys._getframe(1)
+    while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(_PACKAGES) and not (outside and module.startswith(outside)):
             return f"{module}.{frame.f_code.co_qualname.partition('.<locals>')[0]}"
-    return "elsewhere"
-
-
-def _frames() -> Iterator[Any]:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        yield frame
         frame = frame.f_back
+    return "elsewhere"
 
 
 def _is_view(func: Any) -> bool:

@@ -22,8 +22,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torchrec.distributed.embeddingbag
-import torchrec.distributed.model_parallel
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     DenseTableBatchedEmbeddingBagsCodegen,
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -31,6 +29,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
+from torchrec.distributed import embeddingbag, model_parallel
 
 from ahead_of_time import Launch, recorded_launches
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
@@ -159,10 +158,8 @@ class _Record(NamedTuple):
         return operators | {f"{each.name} in Triton" for each in self.kernels if "cpu" in devices(each.arguments)}
 
     def launches(self) -> dict[str, int]:
-        return dict(
-            Counter(each.place for each in self.calls if each.launches)
-            + Counter(f"{each.name} in Triton" for each in self.kernels)
-        )
+        places = [each.place for each in self.calls if each.launches]
+        return dict(Counter([*places, *(f"{each.name} in Triton" for each in self.kernels)]))
 
     def changing(self, other: "_Record") -> list[str]:
         """Places of operators whose numbers or shapes are others there."""
@@ -244,9 +241,8 @@ class _Run:
     def _epoch(self, size: int) -> Iterator[Batch]:
         """Batches as the reader of a resident data set makes them."""
         samples, device = 16 * size, self._process.device
-        ids = torch.empty(
-            samples, FIELDS, dtype=torch.int64 if self._schema.has_raw_ids else torch.int32, device=device
-        )
+        kind = torch.int64 if self._schema.has_raw_ids else torch.int32
+        ids = torch.empty(samples, FIELDS, dtype=kind, device=device)
         dense, label = torch.empty(samples, DENSE_FIELDS, device=device), torch.empty(samples, device=device)
         order = torch.empty(samples, dtype=torch.int64, device=device)
         block = SampleBlock(dense, label, ids, {})
@@ -347,11 +343,9 @@ def _stubs() -> Iterator[None]:
         for module in (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen):
             stack.enter_context(patch.object(module, "forward", _look_up))
         # The checks of the first batches read values.
-        stack.enter_context(
-            patch.object(torchrec.distributed.embeddingbag, "validate_keyed_jagged_tensor", lambda *_: True)
-        )
+        stack.enter_context(patch.object(embeddingbag, "validate_keyed_jagged_tensor", lambda *_: True))
         stack.enter_context(patch.object(UpdateCheck, "of_forward", lambda *_: None))
-        for module in (torchrec.distributed.model_parallel, torchrec.distributed.embeddingbag):
+        for module in (model_parallel, embeddingbag):
             stack.enter_context(patch.object(module, "DistributedDataParallel", _Replicated))
         stack.enter_context(patch.object(build, "build_model", _model_on_cuda))
         stack.enter_context(patch.object(nn.Module, "to", _stay))

@@ -41,10 +41,7 @@ CROSSINGS = {
 }
 
 # Operators to which the host passes other numbers in every step. In a captured graph there can be none.
-CHANGING = {
-    "fill_ in cowrec.trainer.sharded_model.dense_adam.DenseAdam.prepare",  # the learning rate
-}
-
+CHANGING = {"fill_ in cowrec.trainer.sharded_model.dense_adam.DenseAdam.prepare"}  # the learning rate
 
 # Reads from the device of several processes.
 EXCHANGED = {"sizes that the peers send", "torchrec.distributed.dist_data.KJTAllToAllTensorsAwaitable._wait_impl"}
@@ -75,8 +72,7 @@ CASES = {
     "replay": case(),
     "lazy": case(optimizer={"absent_rows": "lazy"}),
     "three widths and two rates": case(
-        model={"embedding_dims": {"C1": 3, "C4": 3, "C7": 31}},
-        optimizer={"embedding_lr_factors": {"C1": 0.5}},
+        model={"embedding_dims": {"C1": 3, "C4": 3, "C7": 31}}, optimizer={"embedding_lr_factors": {"C1": 0.5}}
     ),
     "replay without a graph": case(train={"cuda_graph": False}),
     "row-wise Adagrad": case(optimizer={"embedding": "rowwise_adagrad"}),
@@ -101,9 +97,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_of_one_process(
-    taken: dict[str, Report], name: str, record_property: Callable[[str, str], None]
-) -> None:
+def test_a_step_of_one_process(taken: dict[str, Report], name: str, record_property: Callable) -> None:
     """A step that waits or mixes devices ends with an error."""
     step, (most, most_captured) = taken[name], MOST_LAUNCHES[name]
     assert not step.error, step.error
