@@ -207,16 +207,13 @@ def test_a_batch_size_of_auto_is_the_largest_that_leaves_200_steps(tmp_path: Pat
     assert [bool(warning(*each)) for each in cases] == [True, False, True, False]
 
 
-def test_times() -> None:
-    texts = {"": 0, "90s": 90, "5m": 300, "2h": 7200, "30d": 2592000}
-    assert {text: seconds(text, "key") for text in texts} == texts
-
-
 def schema(**fields: dict) -> Schema:
     return Schema("tabular", (), tuple(SparseField(name, 10, **given) for name, given in fields.items()), {})
 
 
 def test_a_table_is_a_field_unless_fields_share_it() -> None:
+    times = {"": 0, "90s": 90, "5m": 300, "2h": 7200, "30d": 2592000}
+    assert {text: seconds(text, "key") for text in times} == times
     shared = {"people": {"fields": ["user", "author"], "capacity": 50}, "day": {"kind": "rows"}}
     ids = {"kind": "collisionless", "capacity": 100, "tables": shared}
     config = config_from({"model": {"embedding_dims": {"user": 4, "author": 4}}, "id_table": ids})

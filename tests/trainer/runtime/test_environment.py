@@ -35,15 +35,11 @@ class Watch:
 sys.meta_path.insert(0, Watch())
 """
 ENTRY_POINTS = {
-    "cowrec": "from cowrec.trainer.__main__ import main; sys.argv = ['cowrec', 'train', 'x']; main()",
-    "python -m cowrec.trainer": (
-        "import runpy; sys.argv = ['x', 'train', 'x']; runpy.run_module('cowrec.trainer', run_name='__main__')"
-    ),
-    **{
-        name: f"import runpy; sys.argv = ['{name}']; runpy.run_path('{ROOT}/scripts/{name}', run_name='__main__')"
-        for name in ("demo.py", "online_demo.py")
-    },
+    "cowrec": "from cowrec.trainer.__main__ import main; main()",
+    "python -m cowrec.trainer": "import runpy; runpy.run_module('cowrec.trainer', run_name='__main__')",
 }
+for script in ("demo.py", "online_demo.py"):
+    ENTRY_POINTS[script] = f"import runpy; runpy.run_path('{ROOT}/scripts/{script}', run_name='__main__')"
 
 
 def python(program: str) -> str:
@@ -64,7 +60,8 @@ def test_importing_the_package_changes_no_environment_and_loads_nothing_until_a_
 
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_entry_points_prepare_the_process_before_torch_is_loaded(name: str) -> None:
-    assert python(WATCH + ENTRY_POINTS[name]) == f"{list(PROCESS_SETTINGS.values())}\n"
+    given = [name] if name.endswith(".py") else ["x", "train", "x"]
+    assert python(f"{WATCH}sys.argv = {given}; {ENTRY_POINTS[name]}") == f"{list(PROCESS_SETTINGS.values())}\n"
 
 
 def started_with() -> dict[str, str]:
