@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from cowrec.data_pipeline import RESERVED_ROWS, Reader
-from cowrec.trainer.config.run import load_config
+from cowrec.trainer import evaluate, load_config
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.sharded_model.tables import tables_of
-from cowrec.trainer.training.saved_run import evaluate_run
 from cowrec.trainer.training.state import TrainState
 from refusal import refused
 from trained_runs import predicted
@@ -89,7 +88,7 @@ def test_warm_start_copies_ids_and_rows(folder: Path, tmp_path: Path) -> None:
     frozen = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", "optimizer.warmup_epochs=0", "optimizer.l2=0"]
     warm = f"train.warm_start={tmp_path / 'earlier'}"
     report = run(folder, tmp_path / "next", *IDS, *frozen, warm)
-    before = [evaluate_run(tmp_path / "earlier", folder / "single" / "data") for _ in range(2)]
+    before = [evaluate(tmp_path / "earlier", folder / "single" / "data") for _ in range(2)]
     assert before[0] == before[1], "evaluation changes no table"
     assert report["logloss"] == pytest.approx(before[0]["logloss"], abs=1e-6)
     refused("gives the ids of table 'city' rows in another way", run, folder, tmp_path / "other", warm)

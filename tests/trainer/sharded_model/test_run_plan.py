@@ -11,12 +11,11 @@ from torch.optim import lr_scheduler
 from cowrec.data_pipeline import Reader, Schema
 from cowrec.sparse_opt import ConstantClip, CowClip, GlobalClip, Hyperparameters
 from cowrec.sparse_opt.tbe.discovery import find_lookups
-from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer import RunConfig, load_config, train
 from cowrec.trainer.config.sections import ClipConfig, LrDecay, OptimizerConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.run_plan import BatchRamp, RunPlan, Schedule
 from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
-from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.state import TrainState
 from trained_runs import data_folder, run
 from trainer_cases import TRAIN_ROWS, checkpoint

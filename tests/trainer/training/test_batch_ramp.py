@@ -8,10 +8,9 @@ import torch
 
 from cowrec.data_pipeline import Reader
 from cowrec.sparse_opt import Hyperparameters, scale_hyperparameters
-from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer import RunConfig, evaluate
 from cowrec.trainer.config.sections import OptimizerConfig, TrainConfig
 from cowrec.trainer.sharded_model.run_plan import BatchRamp, Schedule
-from cowrec.trainer.training.saved_run import evaluate_run
 from run_comparison import assert_close, assert_same, state_of
 from trained_runs import make_folder, metrics, report_of, run
 from trainer_cases import TRAIN_ROWS, interrupted
@@ -97,7 +96,7 @@ def test_dense_and_resident_runs_are_the_same(folder: Path, tmp_path: Path) -> N
     ramp(folder, tmp_path / "dense", "optimizer.absent_rows=dense", "data.resident=yes")
     for at in (3, len(SIZES)):
         copies = [interrupted(each, at, tmp_path / f"{each.name}{at}") for each in (folder / "run", tmp_path / "dense")]
-        replayed, dense = (evaluate_run(copy, folder / "data") for copy in copies)
+        replayed, dense = (evaluate(copy, folder / "data") for copy in copies)
         for key in ("auc", "logloss"):
             assert replayed[key] == pytest.approx(dense[key], abs=1e-7)
     moments = [state_of(each, "dense_optimizer") for each in (tmp_path / "dense", folder / "run")]

@@ -116,9 +116,8 @@ def captured(state: TrainState, capture: CudaGraphCapture, device: str = "cpu") 
     for each in state.adam.lookups:
         run_on("triton", each.clipped)
     assert state.adam.is_capturable
-    state.pipeline = CapturedSteps(
-        state.model, state.dense_optimizer, state.adam, torch.device(device), BATCH, capture=capture
-    )
+    parts = state.model, state.dense_optimizer, state.adam
+    state.pipeline = CapturedSteps(*parts, torch.device(device), BATCH, capture=capture)
     return state
 
 

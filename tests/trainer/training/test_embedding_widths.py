@@ -20,12 +20,8 @@ from trainer_cases import config_file, make_data
 DIM, WIDTHS = 6, {"city": 3, "tags": 6, "history": 9}
 RATES = {"city": 0.5, "tags": 2.0, "history": 1.0}
 LR, L2, R, ZETA, EPS = 1e-2, 1e-4, 0.5, 1e-4, 1e-6
-SETTINGS = [
-    "model.embedding_dims={city = 3, history = 9}",
-    "optimizer.embedding_lr_factors={city = 0.5, tags = 2}",
-    "optimizer.scaling=none",
-    f"optimizer.eps={EPS}",
-]
+SETTINGS = ["model.embedding_dims={city = 3, history = 9}", "optimizer.embedding_lr_factors={city = 0.5, tags = 2}"]
+SETTINGS += ["optimizer.scaling=none", f"optimizer.eps={EPS}"]
 
 
 class PlainDeepFm:

@@ -18,9 +18,8 @@ from cowrec.data_pipeline import PrepareConfig, prepare
 from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.dataset.schema import escaped_name
 from cowrec.data_pipeline.dataset.shards import load_shards
-from cowrec.trainer.export.export import export_run
+from cowrec.trainer import evaluate, export_model
 from cowrec.trainer.serving.served_model import ServedModel
-from cowrec.trainer.training.saved_run import evaluate_run
 from trained_runs import metrics, predicted, run
 from trainer_cases import config_file
 
@@ -41,22 +40,16 @@ def test_any_name_trains_and_is_served(tmp_path: Path, ids: str) -> None:
     config = PrepareConfig(split="order", test_rows=20, raw_ids=ids == "hash")
     prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "data", config, schema_file=tmp_path / "columns.toml")
     config_file(tmp_path)
-    run(
-        tmp_path,
-        tmp_path / "run",
-        "train.epochs=1",
-        f'optimizer.embedding_lr_factors={{"{names[0]}" = 0.5}}',
-        f'sharding.tables={{"{names[1]}" = "row_wise"}}',
-        f'model.embedding_dims={{"{names[2]}" = 3}}',
-        f"id_table.kind={ids}",
-        *([f'id_table.tables={{"{names[3]}" = {{capacity = 9}}}}'] if ids == "hash" else []),
-    )
+    given = [f'optimizer.embedding_lr_factors={{"{names[0]}" = 0.5}}', f'sharding.tables={{"{names[1]}" = "row_wise"}}']
+    given += [f'model.embedding_dims={{"{names[2]}" = 3}}', f"id_table.kind={ids}"]
+    given += [f'id_table.tables={{"{names[3]}" = {{capacity = 9}}}}'] if ids == "hash" else []
+    run(tmp_path, tmp_path / "run", "train.epochs=1", *given)
     plan = json.loads((tmp_path / "run" / "sharding.json").read_text())
     for shown in (metrics(tmp_path / "run", "clip")[-1]["fields"], plan["tables"]):
         assert {name for name in names if len(name) < 200} <= shown.keys()
-    groups = evaluate_run(tmp_path / "run", tmp_path / "data", by=[names[1]])["by"][names[1]]["largest"]
+    groups = evaluate(tmp_path / "run", tmp_path / "data", by=[names[1]])["by"][names[1]]["largest"]
     assert ids == "hash" or {each["id"] for each in groups} == set(columns[names[1]][-20:])
-    export_run(tmp_path / "run", tmp_path / "export")
+    export_model(tmp_path / "run", tmp_path / "export")
     served = ServedModel.load(tmp_path / "export")
     block = load_shards(tmp_path / "data", served.schema, "test", [0])
     expected = predicted(tmp_path / "run", tmp_path / "data")

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from cowrec.data_pipeline import RESERVED_ROWS, SampleCodec, Schema, prepare
-from cowrec.trainer.config.run import load_config
-from cowrec.trainer.export.export import export_run
+from cowrec.trainer import export_model, load_config
 from cowrec.trainer.export.manifest import Manifest
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.serving.request_samples import RequestSample, encode_samples
@@ -46,7 +45,7 @@ def make_runs(folder: Path) -> None:
     (folder / "vocabulary" / "my_attention.py").write_text(code)
     for name, (data, settings) in SETTINGS.items():
         run(folder / data, folder / name / "run", *settings)
-        export_run(folder / name / "run", folder / name / "export")
+        export_model(folder / name / "run", folder / name / "export")
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,14 @@ import torch
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.shards import load_shards
+from cowrec.trainer import evaluate, export_model, train
 from cowrec.trainer.config.run import load_config, with_defaults
-from cowrec.trainer.export.export import export_run
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.sharded_model.build import unsharded_task
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sweep.runs import train_in
-from cowrec.trainer.training.loop import train
-from cowrec.trainer.training.saved_run import evaluate_run
 from refusal import refused
 from run_comparison import assert_close, assert_same, state_of
 from trained_runs import metrics, predicted, report_of, write_network
@@ -72,10 +70,10 @@ def test_evaluation_prediction_export_and_serving(folder: Path, tmp_path: Path, 
     An export, which may come from others, does not say where code is searched.
     """
     forget()
-    quality = evaluate_run(folder / "run", folder / "data")
+    quality = evaluate(folder / "run", folder / "data")
     last = report_of(folder / "run")["epochs"][-1]
     assert [quality[key] for key in ("auc", "logloss")] == [last[key] for key in ("auc", "logloss")]
-    export_run(folder / "run", folder / "export")
+    export_model(folder / "run", folder / "export")
     monkeypatch.chdir(folder / "code")
     forget()
     served = ServedModel.load(folder / "export")
@@ -115,10 +113,10 @@ def test_a_changed_file_is_told_and_a_missing_one_copied(
     file = code / "my_network.py"
     file.write_text(file.read_text().replace("nn.ReLU()", "nn.Tanh()"))
     with pytest.raises(ValueError, match=r"my_network.py has changed since this process imported it; restart Python"):
-        evaluate_run(tmp_path / "run", folder / "data")
+        evaluate(tmp_path / "run", folder / "data")
     forget()
     capsys.readouterr()
-    evaluate_run(tmp_path / "run", folder / "data")
+    evaluate(tmp_path / "run", folder / "data")
     assert f"warning: {file} is not as {tmp_path / 'run'} was trained with it" in capsys.readouterr().err
     file.unlink()
     forget()

@@ -16,11 +16,10 @@ from sklearn.metrics import log_loss, roc_auc_score
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
 from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.dataset.shards import load_shards
-from cowrec.trainer.export.export import export_run
+from cowrec.trainer import evaluate, export_model, predict
 from cowrec.trainer.serving.request_samples import RequestSample
 from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.serving.service import Service
-from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from refusal import refused
 from run_comparison import assert_close, state_of
 from trained_runs import make_folder, metrics, predicted, report_of
@@ -52,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_folder(tmp_path_factory.mktemp("labels"))
     make_both(folder)
     run(folder, "run", "checkpoint.keep_best=auc", "train.epochs=3", "train.validation_fraction=0.3")
-    predict_run(folder / "run", folder / "both", folder / "predictions.parquet")
+    predict(folder / "run", folder / "both", folder / "predictions.parquet")
     return folder
 
 
@@ -62,7 +61,7 @@ def run(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
 
 def test_each_task_is_measured_and_predicted(folder: Path) -> None:
     """Predictions are float32; those that are closer than that may be ordered either way."""
-    quality = evaluate_run(folder / "run", folder / "both")
+    quality = evaluate(folder / "run", folder / "both")
     predicted, table = pq.read_table(folder / "predictions.parquet"), pq.read_table(folder / "both" / "test")
     assert predicted.column_names == ["sample_number", "label_click", "label_buy", *PREDICTIONS]
     for task in LABELS:
@@ -82,7 +81,7 @@ def test_each_task_is_measured_and_predicted(folder: Path) -> None:
 
 
 def test_an_export_serves_a_probability_for_each_task(folder: Path) -> None:
-    export_run(folder / "run", folder / "export")
+    export_model(folder / "run", folder / "export")
     served = ServedModel.load(folder / "export")
     predictions = pq.read_table(folder / "predictions.parquet", columns=PREDICTIONS)
     expected = np.stack([each.to_numpy() for each in predictions.columns], 1)
@@ -113,7 +112,7 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
     ):
         refused(message, run, folder, "refused", *setting.split())
         assert not (folder / "refused").exists()
-    refused("its labels are label instead of click, buy", evaluate_run, folder / "run", folder / "data")
+    refused("its labels are label instead of click, buy", evaluate, folder / "run", folder / "data")
 
 
 KEPT = 0.25
@@ -140,9 +139,9 @@ def test_predictions_are_corrected(negatives: Path) -> None:
     corrected, p = (predicted(negatives / name, data).astype(float) for name in ("run", "uncorrected"))
     np.testing.assert_allclose(corrected, p / (p + (1 - p) / KEPT), rtol=1e-5)
     label = pq.read_table(negatives / "data" / "test")["label"].to_numpy()
-    quality = evaluate_run(negatives / "run", negatives / "data")
+    quality = evaluate(negatives / "run", negatives / "data")
     assert quality["logloss"] == pytest.approx(log_loss(label, corrected), abs=1e-5)
-    assert quality["auc"] == pytest.approx(evaluate_run(negatives / "uncorrected", negatives / "data")["auc"], abs=1e-6)
+    assert quality["auc"] == pytest.approx(evaluate(negatives / "uncorrected", negatives / "data")["auc"], abs=1e-6)
     # The training split lacks the negatives, so there predictions are as the model learned them.
     train_split = [predicted(negatives / name, data, "train") for name in ("run", "uncorrected")]
     assert np.array_equal(*train_split)
@@ -151,7 +150,7 @@ def test_predictions_are_corrected(negatives: Path) -> None:
 def test_a_served_model_and_an_exported_network_correct_too(negatives: Path, tmp_path: Path) -> None:
     logits = {}
     for name in ("run", "uncorrected"):
-        export_run(negatives / name, tmp_path / name)
+        export_model(negatives / name, tmp_path / name)
         program = torch.export.load(tmp_path / name / "network.pt2").module()
         logits[name] = program(torch.zeros(3, 1), torch.zeros(3, 1, 8))
     schema = Schema.load(negatives / "data")
