@@ -17,10 +17,10 @@ import pytest
 
 from commands.forked_commands import run_forked
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
-from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, case_fixture, make_case, online_case
+from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, case_fixture, online_case
 from process_groups import in_processes
 from run_comparison import assert_same, lines, wait_for
-from servers.redis_server import RedisServer
+from servers.redis_server import RedisServer, redis_server
 from trainer_cases import outcomes_in_processes
 
 OFTEN = ["online.snapshot_seconds=0.2", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=16"]
@@ -71,10 +71,11 @@ def test_kills_at_random_moments_change_neither_model_nor_readers(
     assert_readers_equal_an_export(case, run_dir, published, undisturbed)
 
 
-def test_sigterm_saves_while_the_source_blocks_and_the_run_can_be_resumed(
-    case: Path, undisturbed: Path, tmp_path: Path, start: Callable
-) -> None:
-    """The last file is a FIFO without a writer, which blocks who opens it as a network that does not answer."""
+def test_sigterm_saves_while_the_source_blocks(case: Path, undisturbed: Path, tmp_path: Path, start: Callable) -> None:
+    """The last file is a FIFO without a writer, which blocks who opens it as a network that does not answer.
+
+    The run can be resumed.
+    """
     shutil.copytree(case / "incoming", tmp_path / "in")
     last = max((tmp_path / "in").glob("*.parquet"))
     content = last.read_bytes()
@@ -113,16 +114,13 @@ def test_a_full_disk_loses_a_snapshot_but_no_sample(case: Path, undisturbed: Pat
     assert_same(tmp_path / "run", undisturbed)
 
 
-def test_a_killed_redis_loses_nothing_it_has_written(
-    case: Path, undisturbed: Path, tmp_path: Path, start: Callable
-) -> None:
+def test_a_killed_redis_loses_nothing(case: Path, undisturbed: Path, tmp_path: Path, start: Callable) -> None:
     """Killed in the middle of the stream with every command on disk; the model equals that of an undisturbed run.
 
     Nothing that the run prints or writes has the password of the stream and of the publication.
     """
-    server = RedisServer(tmp_path / "redis", appendonly=True, password="hush-hush")
     tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=500))
-    try:
+    with redis_server(tmp_path / "redis", appendonly=True, password="hush-hush") as server:
         send(server, tables[:4])
         source, run_dir = f"{server.url}?stream=samples", tmp_path / "run"
         parts = command(case, run_dir, *OFTEN, *EXACT, "online.max_wait_seconds=3", source=source, publish=server.url)
@@ -134,8 +132,6 @@ def test_a_killed_redis_loses_nothing_it_has_written(
         wait_for(lambda: trained(run_dir) == SAMPLES)
         process.send_signal(signal.SIGTERM)
         printed, said = process.communicate(timeout=600)
-    finally:
-        server.close()
     assert process.returncode == 130, said
     assert f"following redis://***@127.0.0.1:{server.port}/0?stream=samples" in printed + said
     assert "hush" not in printed + said
@@ -145,12 +141,9 @@ def test_a_killed_redis_loses_nothing_it_has_written(
 
 def test_a_target_that_hangs_does_not_stop_training(case: Path, undisturbed: Path, tmp_path: Path) -> None:
     """Redis is frozen before the first publication; the run ends as it would without publishing."""
-    server = RedisServer(tmp_path / "redis")
-    try:
+    with redis_server(tmp_path / "redis") as server:
         server.send(signal.SIGSTOP)
         said = finish(command(case, tmp_path / "run", *OFTEN, *EXACT, publish=f"{server.url}?name=model"))
-    finally:
-        server.close()
     assert "changes are kept and published later" in said or "were not published" in said
     assert_same(tmp_path / "run", undisturbed)
 
@@ -176,26 +169,18 @@ SETTINGS = [*OFTEN, *EXACT, "train.batch_size=32", 'sharding.tables={C1 = "colum
 """125 steps; readers have every row exactly."""
 
 
-@pytest.fixture(scope="module")
-def launched_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stream, and ``undisturbed``, a run of two processes."""
-    folder = make_case(tmp_path_factory.mktemp("online_launched"))
-    run_dir, source = str(folder / "undisturbed"), str(folder / "incoming")
-    undisturbed = {"folder": str(folder), "source": source, "run_dir": run_dir, "set": SETTINGS}
-    assert outcomes_in_processes(online_case, [undisturbed], 2) == [["ok"]] * 2
-    return folder
-
-
 @pytest.mark.thorough
 def test_kills_and_sigterm_under_torchrun_change_neither_model_nor_readers(
-    launched_case: Path, tmp_path: Path, start: Callable, pytestconfig: pytest.Config
+    case: Path, tmp_path: Path, start: Callable, pytestconfig: pytest.Config
 ) -> None:
     """One rank is killed, then the other, then torchrun, whose ranks save; SIGTERM saves too. The run is resumed."""
-    rng, run_dir = random.Random(0), tmp_path / "run"
-    shutil.copytree(launched_case / "incoming", tmp_path / "in")
+    rng, run_dir, undisturbed = random.Random(0), tmp_path / "run", tmp_path / "undisturbed"
+    given = {"folder": str(case), "source": str(case / "incoming"), "run_dir": str(undisturbed), "set": SETTINGS}
+    assert outcomes_in_processes(online_case, [given], 2) == [["ok"]] * 2
+    shutil.copytree(case / "incoming", tmp_path / "in")
     (tmp_path / "in" / "_END").unlink()
     published = str(tmp_path / "published")
-    parts = command(launched_case, run_dir, *SETTINGS, source=tmp_path / "in", publish=published)
+    parts = command(case, run_dir, *SETTINGS, source=tmp_path / "in", publish=published)
     launcher = start(*parts, processes=2, restarts=1000)
     for number in range(pytestconfig.getoption("--kills")):
         wait_for(progress(run_dir))  # or the run would never end
@@ -218,8 +203,8 @@ def test_kills_and_sigterm_under_torchrun_change_neither_model_nor_readers(
     launcher = start(*parts, processes=2, restarts=1000)
     _, said = launcher.communicate(timeout=600)
     assert launcher.returncode == 0, said
-    assert_same(run_dir, launched_case / "undisturbed")
-    assert_readers_equal_an_export(launched_case, run_dir, published, launched_case / "undisturbed")
+    assert_same(run_dir, undisturbed)
+    assert_readers_equal_an_export(case, run_dir, published, undisturbed)
 
 
 def progress(run_dir: Path, steps: int = 1) -> Callable[[], bool]:
