@@ -79,9 +79,8 @@ def test_measures_equal_scikit_learns(folder: Path) -> None:
     assert 0 < measured["excess_logloss"] < measured["expected_logloss"]
     assert known(evaluate_run(folder / "run", folder / "data")) == pytest.approx(measured, abs=1e-7)
     best = report_of(folder / "run")["best_possible"]
-    assert measured["expected_logloss"] - measured["excess_logloss"] == pytest.approx(
-        best["expected_logloss"], abs=1e-6
-    )
+    least = measured["expected_logloss"] - measured["excess_logloss"]
+    assert least == pytest.approx(best["expected_logloss"], abs=1e-6)
     assert best["expected_auc"] > measured["expected_auc"]
 
 
@@ -206,11 +205,7 @@ def _evaluate_as(rank: int, folder: Path, port: int) -> None:
 
 
 # Few different logits, so that many are equal; weights may be 0.
-SAMPLES = st.lists(
-    st.tuples(st.integers(-4, 4), st.booleans(), st.sampled_from([0.0, 0.25, 1.0, 7.0]), st.integers(0, 3)),
-    min_size=1,
-    max_size=60,
-)
+SAMPLE = st.tuples(st.integers(-4, 4), st.booleans(), st.sampled_from([0.0, 0.25, 1.0, 7.0]), st.integers(0, 3))
 
 
 def columns(drawn: list[tuple]) -> tuple[torch.Tensor, ...]:
@@ -220,16 +215,15 @@ def columns(drawn: list[tuple]) -> tuple[torch.Tensor, ...]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(drawn=SAMPLES)
+@given(drawn=st.lists(SAMPLE, min_size=1, max_size=60))
 def test_any_weighted_samples_are_measured_as_by_scikit_learn(drawn: list[tuple]) -> None:
     logits, label, weight, groups = columns(drawn)
     quality = measure(Samples(logits, label, weight))
     assert quality.rows == len(drawn)
     of_groups = group_aucs(*Samples(logits, label, weight).arrays(), groups.numpy(), 5)
     kept = weight > 0
-    for expected, chosen in zip(
-        [quality.auc, *of_groups.tolist()], [groups >= 0, *(groups == g for g in range(5))], strict=True
-    ):
+    measured_groups = [groups >= 0, *(groups == g for g in range(5))]
+    for expected, chosen in zip([quality.auc, *of_groups.tolist()], measured_groups, strict=True):
         x, y, w = (each[chosen & kept].double().numpy() for each in (logits, label, weight))
         if len(set(y)) == 2:
             assert expected == pytest.approx(roc_auc_score(y, x, sample_weight=w), abs=1e-12)
@@ -332,16 +326,10 @@ def test_the_remark_tells_drifts_apart() -> None:
 
     assert remark(1.09) is remark(0.91) is remark(math.nan, ctr=0.0) is calibration_remark({"auc": 0.7}) is None
     assert remark(1.25, rows=100) is None, "20 clicks are off by 22 % by chance"
-    for found, expected in (
-        (
-            remark(1.25),
-            "has 25% too many predicted clicks. AUC is not lower there: the click rate has changed lately, to 0.",
-        ),
-        (remark(0.8, auc=0.65), "has 20% too few predicted clicks. AUC is 5.0 points lower there: what is clicked has"),
-        (
-            remark(1.25, whole=1.2),
-            "clicks. Calibration of the whole split is 1.200: the click rate differs from that of",
-        ),
-    ):
+    lately = "has 25% too many predicted clicks. AUC is not lower there: the click rate has changed lately, to 0."
+    clicked = "has 20% too few predicted clicks. AUC is 5.0 points lower there: what is clicked has"
+    overall = "clicks. Calibration of the whole split is 1.200: the click rate differs from that of"
+    drifts = {lately: remark(1.25), clicked: remark(0.8, auc=0.65), overall: remark(1.25, whole=1.2)}
+    for expected, found in drifts.items():
         assert expected in str(found)
         assert str(found).endswith(". Train on newer samples, or as they arrive (cowrec online)")

@@ -16,12 +16,9 @@ import torch
 from cowrec.data_pipeline import Reader
 from cowrec.data_pipeline.dataset.shards import shard_path
 from cowrec.data_pipeline.remote import RemoteFolder, fetch_missing
-from cowrec.trainer.config.run import load_config
-from cowrec.trainer.export.export import export_run
+from cowrec.trainer import evaluate, export_model, load_config, train
 from cowrec.trainer.export.manifest import Manifest
 from cowrec.trainer.runs.remote_run import RunPlace, cache_folder, local_copy, local_data
-from cowrec.trainer.training.loop import train
-from cowrec.trainer.training.saved_run import evaluate_run
 from numbered_data import flat, ids, write_numbered
 from process_groups import in_processes
 from refusal import refused
@@ -138,8 +135,8 @@ def test_a_run_in_an_object_store_equals_a_local_one(folder: Path, server: S3Ser
     both = [stored(server, "bucket/runs/whole"), files(folder / "local")]
     one, other = ({name.partition(".tfevents")[0] for name in names} for names in both)  # then time and process
     assert one | {"checkpoint.pt"} == other | {"checkpoint.pt"}  # which `checkpoint` writes
-    assert evaluate_run(copy, data) == evaluate_run(folder / "local", folder / "data")
-    refused(r"data set s3://bucket/none does not exist, or is empty", evaluate_run, copy, "s3://bucket/none")
+    assert evaluate(copy, data) == evaluate(folder / "local", folder / "data")
+    refused(r"data set s3://bucket/none does not exist, or is empty", evaluate, copy, "s3://bucket/none")
     refused(r"folder s3://bucket/runs/whole is not empty; continue its run with --resume", run, folder, uri)
 
 
@@ -160,10 +157,10 @@ def test_a_run_continues_on_a_machine_without_a_copy(folder: Path, server: S3Ser
 
 
 def test_an_export_is_copied_with_its_manifest_last(folder: Path, server: S3Server) -> None:
-    manifest = export_run(folder / "local", "s3://bucket/exports/one")
+    manifest = export_model(folder / "local", "s3://bucket/exports/one")
     assert stored(server, "bucket/exports/one") == {*manifest.files, "manifest.json"}
     assert Manifest.load(local_copy("s3://bucket/exports/one", "export")) == manifest
-    refused(r"s3://bucket/exports/one is not empty", export_run, folder / "local", "s3://bucket/exports/one")
+    refused(r"s3://bucket/exports/one is not empty", export_model, folder / "local", "s3://bucket/exports/one")
     with pytest.raises(ValueError, match=r"export s3://bucket/exports/none does not exist, or is empty"):
         local_copy("s3://bucket/exports/none", "export")
 

@@ -14,17 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from run_comparison import assert_same, lines, wait_for
+from run_comparison import assert_same, lines, state_of, wait_for
 from trained_runs import data_folder, make_folder, run
-from trainer_cases import (
-    ENVIRONMENT,
-    case_of,
-    checkpoint,
-    edit_column,
-    newest_progress,
-    tensors,
-    train_in_processes,
-)
+from trainer_cases import ENVIRONMENT, case_of, edit_column, newest_progress, train_in_processes
 
 OFTEN = ["checkpoint.every_steps=7", "train.log_every=1", "model.dropout=0.2"]
 LONG = [*OFTEN, "train.epochs=30"]
@@ -58,10 +50,9 @@ def test_kills_at_random_moments_change_no_bit(
     folder: Path, undisturbed: Path, tmp_path: Path, start, whom: str, pytestconfig: pytest.Config
 ) -> None:
     """Kills during joining, training, evaluation or saving; torchrun restarts the run, which resumes."""
-    kills, rng = pytestconfig.getoption("--kills"), random.Random(whom)
-    run_dir = tmp_path / "run"
+    rng, run_dir = random.Random(whom), tmp_path / "run"
     launcher = start(*training(folder, run_dir, *LONG), processes=2, restarts=1000)
-    for _ in range(kills):
+    for _ in range(pytestconfig.getoption("--kills")):
         before = lines(run_dir)
         # Waits for progress first, since a run that is killed without any would never end.
         wait_for(lambda before=before: lines(run_dir) != before or launcher.poll() is not None)
@@ -94,8 +85,7 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: 
     line_with(process, "epoch 3/")
     unlimited = resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
     line = line_with(process, "warning: ")
-    assert "the checkpoint of step" in line
-    assert "could not be written" in line
+    assert re.search("the checkpoint of step .*could not be written", line)
     last = line.rpartition("the last good checkpoint is ")[2].strip()
     assert Path(last).is_dir()
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, unlimited)
@@ -143,7 +133,7 @@ def test_nan_in_one_ranks_row_stops_all_and_keeps_the_last_checkpoint(tmp_path: 
     # Only one of the two processes has the sample in its part of the batch, but both report it.
     assert printed.count("the loss was not finite at step") == 2
     assert printed.count(f"the last good checkpoint is {run_dir}/checkpoints/step_000000010") == 2
-    assert all(value.isfinite().all() for value in tensors(checkpoint(run_dir)["model"]).values())
+    assert all(value.isfinite().all() for value in state_of(run_dir, "model").values())
 
 
 @pytest.mark.parametrize("ended", ["ctrl_c", "launcher_killed"])
@@ -155,9 +145,8 @@ def test_both_ranks_end_with_one_checkpoint(folder: Path, tmp_path: Path, ended:
     command += ["-m", "cowrec.trainer", "train", f"{folder}/run.toml", "--data", f"{folder}/data"]
     command += ["--run-dir", str(run_dir), "--set", "train.epochs=100000", "--set", "train.log_every=1000000"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stderr is not None
     seen = ""
-    for line in process.stderr:
+    for line in process.stderr or ():
         seen += line
         if line.startswith("epoch 1/"):
             os.killpg(process.pid, signal.SIGINT) if ended == "ctrl_c" else process.kill()

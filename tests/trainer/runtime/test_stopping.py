@@ -44,8 +44,7 @@ def test_readings_cover_the_steps_since_the_last(readings: list[list[float]], st
         assert bad == (wrong[0] if wrong else None)
         if wrong or not values:
             assert not math.isfinite(mean)
-        else:
-            # Both sum in float64.
+        else:  # both sum in float64
             assert mean == pytest.approx(math.fsum(values) / len(values), rel=1e-12)
         step += len(values)
 

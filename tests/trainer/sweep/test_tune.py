@@ -10,9 +10,8 @@ from optuna.trial import TrialState
 
 from commands.command_line import Cowrec
 from commands.forked_commands import Forked
-from cowrec.trainer.config.run import load_config
+from cowrec.trainer import load_config, train
 from cowrec.trainer.sweep.tune import Outcome, Search, hints, study_of, tune
-from cowrec.trainer.training.loop import train
 from trained_runs import data_folder
 
 TRIALS = 6
@@ -46,6 +45,7 @@ def lines_of(output: Path) -> list[dict[str, Any]]:
 
 
 def test_optuna_learns_from_the_values_and_qualities_of_the_lines(folder: Path, found: Outcome) -> None:
+    """The first trial is the configuration by CowClip's rule at twice the base batch: dense rate * sqrt 2, L2 * 2."""
     lines = lines_of(folder / "study")
     study = study_of(SEARCH, found.ranges, lines)
     assert lines == found.lines
@@ -64,11 +64,7 @@ def test_optuna_learns_from_the_values_and_qualities_of_the_lines(folder: Path, 
         assert not {"auc", "logloss"} & line.keys(), "the test split is looked at"
     assert found.best == lines[study.best_trial.number]
     assert len({line["dense_lr"] for line in lines}) == TRIALS
-
-
-def test_the_first_trial_is_the_configuration_scaled_to_the_batch_size(found: Outcome) -> None:
-    """CowClip's rule at twice the base batch: the dense rate times sqrt 2, L2 times 2."""
-    first = {name: found.lines[0][name] for name in VALUES}
+    first = {name: lines[0][name] for name in VALUES}
     assert first == pytest.approx({"embedding_lr": 1e-2, "dense_lr": 1e-2 * 2**0.5, "l2": 2e-4})
     assert found.ranges["l2"] == pytest.approx((2e-5, 2e-3))
 

@@ -53,12 +53,9 @@ def test_known_ids_keep_their_weights(tmp_path: Path) -> None:
         assert torch.equal(new[city], old[city])
     for city in ("kyiv", "cork"):
         assert torch.equal(new[city], cold[city])
-    dense = [
-        {key: value for key, value in checkpoint(tmp_path / name)["model"].items() if "embedding_bags" not in key}
-        for name in ("first", "second")
-    ]
-    for key, value in dense[0].items():  # the warm-up starts at a learning rate of 1e-8
-        torch.testing.assert_close(dense[1][key], value, rtol=0, atol=1e-7)
+    first, second = (checkpoint(tmp_path / name)["model"] for name in ("first", "second"))
+    for key in (name for name in first if "embedding_bags" not in name):  # the warm-up starts at a rate of 1e-8
+        torch.testing.assert_close(second[key], first[key], rtol=0, atol=1e-7)
 
 
 def test_the_same_data_evaluate_equally_and_mismatches_are_refused(tmp_path: Path) -> None:
@@ -69,13 +66,11 @@ def test_the_same_data_evaluate_equally_and_mismatches_are_refused(tmp_path: Pat
     for before, after, plan in (("first", "second", "data_parallel"), ("second", "third", "table_wise")):
         run(tmp_path, same, after, f"train.warm_start={tmp_path}/{before}", f"sharding.plan={plan}", *frozen)
         assert evaluate_run(tmp_path / after, same) == evaluate_run(tmp_path / "first", same)
-    for number, (earlier, setting, message) in enumerate(
-        (
-            ("first", "model.hidden=[9]", r"is another network: .* differs"),
-            ("first", "model.embedding_dims.city=3", r"has embeddings of width 6 in table .city., not 3"),
-            ("nowhere_else", "train.seed=0", r"is not a run: it has no config\.toml"),
-        )
+    for earlier, setting, message in (
+        ("first", "model.hidden=[9]", r"is another network: .* differs"),
+        ("first", "model.embedding_dims.city=3", r"has embeddings of width 6 in table .city., not 3"),
+        ("nowhere_else", "train.seed=0", r"is not a run: it has no config\.toml"),
     ):
-        refused(message, run, tmp_path, same, f"other{number}", f"train.warm_start={tmp_path}/{earlier}", setting)
+        refused(message, run, tmp_path, same, f"with_{setting}", f"train.warm_start={tmp_path}/{earlier}", setting)
     other = data(tmp_path / "b", "new", ["rome", "oslo"], COLUMNS.replace("numeric", "categorical"))
     refused(r"another network|has other fields", run, tmp_path, other, "fields", f"train.warm_start={tmp_path}/first")
