@@ -17,19 +17,12 @@ _HAS_GPU = torch.cuda.is_available()
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that compiled its kernel and did not run it.
+    """A launch that compiled its kernel and did not run it."""
 
-    Attributes:
-        name: of the kernel.
-        arguments: as launched, without the compile-time constants.
-        constants: compile-time constants and options.
-        kernel: Triton's compiled kernel; equal specialisations share one.
-    """
-
-    name: str
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-    kernel: Any
+    name: str  # of the kernel
+    arguments: tuple[Any, ...]  # as launched, without the compile-time constants
+    constants: dict[str, Any]  # compile-time constants and options
+    kernel: Any  # Triton's compiled kernel; equal specialisations share one
 
     @property
     def ptx(self) -> str:

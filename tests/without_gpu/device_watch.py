@@ -19,23 +19,14 @@ _TAKES_CPU_SCALARS = {"fill_"}
 
 @dataclass(frozen=True)
 class Call:
-    """One operator.
+    """One operator."""
 
-    Attributes:
-        operator: its name, without the overload's.
-        site: innermost function of cowrec or TorchRec that led to it, as ``module.function``.
-        devices: kinds of devices of its tensors, arguments and results.
-        numbers: its arguments that are numbers; the host passes them at every call.
-        shapes: shapes of its tensors.
-        launches: whether it starts work on the device.
-    """
-
-    operator: str
-    site: str
-    devices: tuple[str, ...]
-    numbers: tuple[float, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    launches: bool
+    operator: str  # its name, without the overload's
+    site: str  # innermost function of cowrec or TorchRec that led to it, as ``module.function``
+    devices: tuple[str, ...]  # kinds of devices of its tensors, arguments and results
+    numbers: tuple[float, ...]  # its arguments that are numbers; the host passes them at every call
+    shapes: tuple[tuple[int, ...], ...]  # of its tensors
+    launches: bool  # whether it starts work on the device
 
     @property
     def place(self) -> str:
@@ -43,15 +34,11 @@ class Call:
 
 
 class ReadWatch(TorchDispatchMode):
-    """Records which memory operators read that was there before, as long as it is active.
-
-    Attributes:
-        read: places of operators, and the storages that they read.
-    """
+    """Records which memory operators read that was there before, as long as it is active."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.read: list[tuple[str, StorageWeakRef]] = []
+        self.read: list[tuple[str, StorageWeakRef]] = []  # places of operators, and the storages that they read
         self._made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,15 +60,11 @@ def _storage(tensor: Tensor) -> Any:
 
 
 class DeviceWatch(TorchDispatchMode):
-    """Records every operator below autograd while it is active.
-
-    Attributes:
-        calls: the operators, in order.
-    """
+    """Records every operator below autograd while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[Call] = []  # in order
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -54,43 +54,27 @@ _RANDOM = np.random.default_rng(0)
 
 @dataclass(frozen=True)
 class Case:
-    """A run to take steps of.
+    """A run, and the process whose steps to take."""
 
-    Attributes:
-        config: its configuration, by section; ``train.batch_size`` is that of all processes.
-        rank, world_size: the process whose steps to take.
-    """
-
-    config: dict[str, dict[str, Any]]
+    config: dict[str, dict[str, Any]]  # by section; ``train.batch_size`` is that of all processes
     rank: int = 0
     world_size: int = 1
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a training step did, after the first ones of a run. Places are ``operator in module.function``.
+    """What a training step did, after the first ones of a run. Places are ``operator in module.function``, sorted."""
 
-    Attributes:
-        error: traceback of the error that ended the run; the other attributes are then empty.
-        launches: number of operators that start work on the device, one after the other, by place.
-        captured: likewise those of a captured CUDA graph, which starts them at once.
-        crossings: places of operators with tensors of several devices, sorted.
-        changing: places of operators whose numbers or shapes are others in the next step, sorted.
-        frozen: those among them that a captured graph would repeat with the first numbers.
-        recompiled: kernels that the next step compiles again, sorted.
-        lost: places of a captured graph whose memory is gone after evaluation with batches of other sizes, sorted.
-        waits: what reads sizes from the device, as several processes must, sorted.
-    """
-
-    error: str = ""
+    error: str = ""  # traceback of the error that ended the run; the other attributes are then empty
+    # Numbers of operators that start work on the device, by place: one after the other, and at once in a graph.
     launches: dict[str, int] = field(default_factory=dict)
     captured: dict[str, int] = field(default_factory=dict)
-    crossings: list[str] = field(default_factory=list)
-    changing: list[str] = field(default_factory=list)
-    frozen: list[str] = field(default_factory=list)
-    recompiled: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    waits: list[str] = field(default_factory=list)
+    crossings: list[str] = field(default_factory=list)  # places of operators with tensors of several devices
+    changing: list[str] = field(default_factory=list)  # of those whose numbers or shapes are others in the next step
+    frozen: list[str] = field(default_factory=list)  # of those that a captured graph repeats with the first numbers
+    recompiled: list[str] = field(default_factory=list)  # kernels that the next step compiles again
+    lost: list[str] = field(default_factory=list)  # of a graph whose memory is gone after batches of other sizes
+    waits: list[str] = field(default_factory=list)  # what reads sizes from the device, as several processes must
 
 
 def reports(cases: Mapping[str, Case], folder: Path) -> dict[str, Report]:

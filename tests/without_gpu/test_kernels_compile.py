@@ -41,30 +41,18 @@ ROWS_OF_TABLE = 100
 
 @dataclass(frozen=True)
 class Variant:
-    """Arguments of the kernels.
-
-    Attributes:
-        batch: samples.
-        features: features, each of its own table, with an id in each sample.
-        width: columns of the tables.
-        l2: coefficient of L2.
-        weighted: whether ids have weights.
-        ids: type of ids and offsets.
-        grad: type of the output's gradient.
-        num_rows: rows of all tables, as the layout states them.
-        offset: elements by which tensors miss their alignment.
-    """
+    """Arguments of the kernels."""
 
     batch: int = 4093
-    features: int = 26
-    width: int = 12
+    features: int = 26  # each of its own table, with an id in each sample
+    width: int = 12  # columns of the tables
     l2: float = 1e-4
     weight_decay: float = 0.0
-    weighted: bool = False
-    ids: torch.dtype = torch.int32
-    grad: torch.dtype = torch.float32
-    num_rows: int = 26 * ROWS_OF_TABLE
-    offset: int = 0
+    weighted: bool = False  # whether ids have weights
+    ids: torch.dtype = torch.int32  # and that of offsets
+    grad: torch.dtype = torch.float32  # of the output
+    num_rows: int = 26 * ROWS_OF_TABLE  # of all tables, as the layout states them
+    offset: int = 0  # elements by which tensors miss their alignment
 
     def tensor(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(prod(sizes) + self.offset, dtype=dtype)[self.offset :].view(sizes)
