@@ -88,21 +88,18 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     refused("cannot be read: Is a directory", load_config, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
+def test_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
+    for overrides, expected in (
         (["train.batch_size=63", "train.batch_size=64"], {"batch_size": 64}),
         (["train.batch_size=64K"], {"batch_size": 65536}),
         (["train.batch_size='1m'"], {"batch_size": 1 << 20}),
         (["train.device=cpu"], {"device": "cpu"}),
         (['train.trackers=["wandb"]'], {"trackers": ("wandb",)}),
         ([" train.cuda_graph = false "], {"cuda_graph": False}),
-    ],
-)
-def test_overrides_take_toml_values_and_bare_words(tmp_path: Path, overrides: list[str], expected: dict) -> None:
-    config = load(tmp_path, "[train]\nbatch_size = 5\nseed = 7", *overrides, "optimizer.betas=[0.5, 1e-1]")
-    assert config.train == replace(TrainConfig(batch_size=5, seed=7), **expected)
-    assert config.optimizer.betas == (0.5, 0.1)
+    ):
+        config = load(tmp_path, "[train]\nbatch_size = 5\nseed = 7", *overrides, "optimizer.betas=[0.5, 1e-1]")
+        assert config.train == replace(TrainConfig(batch_size=5, seed=7), **expected)
+        assert config.optimizer.betas == (0.5, 0.1)
 
 
 @pytest.mark.parametrize(

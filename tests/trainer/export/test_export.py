@@ -148,10 +148,10 @@ def test_int8_rounds_to_half_a_scale() -> None:
 def test_a_changed_file_is_detected(folder: Path, tmp_path: Path) -> None:
     exported = tmp_path / "export"
     export_run(folder / "dcnmix", exported)
-    content = json.loads((exported / "manifest.json").read_text())
-    others = sorted(str(each.relative_to(exported)) for each in exported.rglob("*") if each.is_file())
-    assert sorted([*content["files"], "manifest.json"]) == others
-    for name, (size, sha256) in content["files"].items():
+    listed = json.loads((exported / "manifest.json").read_text())["files"]
+    found = {str(each.relative_to(exported)) for each in exported.rglob("*") if each.is_file()}
+    assert {*listed, "manifest.json"} == found
+    for name, (size, sha256) in listed.items():
         file = exported / name
         written = file.read_bytes()
         assert (len(written), hashlib.sha256(written).hexdigest()) == (size, sha256)
@@ -172,12 +172,12 @@ def export_to_a_full_disk(_: int, run_dir: Path, folder: Path) -> None:
 
 
 def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "mine").touch()
-    refused("exists and is not empty", export_run, folder / "dcnmix", tmp_path / "export")
+    used = tmp_path / "export"
+    used.mkdir()
+    (used / "mine").touch()
+    refused("exists and is not empty", export_run, folder / "dcnmix", used)
     in_processes(export_to_a_full_disk, (folder / "dcnmix", tmp_path / "full"), 1)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["export"]
-    assert [each.name for each in (tmp_path / "export").iterdir()] == ["mine"]
+    assert sorted(tmp_path.rglob("*")) == [used, used / "mine"]
 
 
 SHARED = "id_table.tables={both = {fields = ['C1', 'C3'], capacity = 900}}"

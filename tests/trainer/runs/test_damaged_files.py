@@ -89,11 +89,6 @@ def test_any_text_in_a_configuration(tmp_path: Path, text: str, start: int, leng
     loaded(file)
 
 
-def fresh_copy(data: Path, folder: Path) -> Path:
-    shutil.rmtree(folder / "data", ignore_errors=True)
-    return Path(shutil.copytree(data, folder / "data"))
-
-
 def read_all(folder: Path) -> int | str:
     """Number of samples of the training set, or the message of the error."""
     try:
@@ -111,7 +106,7 @@ def read_all(folder: Path) -> int | str:
 @given(choice=st.integers(0), value=VALUES | st.none())
 def test_any_value_at_any_key_of_a_schema(data: Path, tmp_path: Path, choice: int, value: Any) -> None:
     """The data are read or refused; no id is beyond the end of its table."""
-    folder = fresh_copy(data, tmp_path)
+    folder = shutil.copytree(data, tmp_path / "data", dirs_exist_ok=True)
     schema = json.loads((data / "schema.json").read_text())
     path = paths_of(schema)[choice % len(paths_of(schema))]
     (folder / "schema.json").write_text(json.dumps(changed(schema, path, value)), encoding="utf-8")
@@ -123,7 +118,7 @@ def test_any_value_at_any_key_of_a_schema(data: Path, tmp_path: Path, choice: in
 @given(offset=st.integers(0), byte=st.integers(0, 255), truncate=st.booleans())
 def test_damaged_shards(data: Path, tmp_path: Path, offset: int, byte: int, truncate: bool) -> None:
     """Shards have no checksums, so a flipped bit may pass as another value; ids stay within their tables."""
-    folder = fresh_copy(data, tmp_path)
+    folder = shutil.copytree(data, tmp_path / "data", dirs_exist_ok=True)
     shard = next((folder / "train").iterdir())
     content = bytearray(shard.read_bytes())
     offset %= len(content)

@@ -23,23 +23,23 @@ from trainer_cases import TRAIN_ROWS, checkpoint
 FUSED = ["optimizer.embedding=sgd", "optimizer.l2=0", "clip.rule=none", "optimizer.lr_decay=linear"]
 
 
-@pytest.mark.parametrize(
-    ("decay", "reference"),
-    [
-        ("linear", lambda optimizer: lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=12)),
-        ("cosine", lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)),
-        (1.25, lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.1)),
-        ("none", lambda optimizer: lr_scheduler.ConstantLR(optimizer, factor=1.0)),
-    ],
-)
-def test_rates_fall_as_under_torchs_schedulers(decay: LrDecay, reference: Callable) -> None:
+DECAYS: dict[LrDecay, Callable] = {
+    "linear": lambda optimizer: lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=12),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=12),
+    1.25: lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.1),
+    "none": lambda optimizer: lr_scheduler.ConstantLR(optimizer, factor=1.0),
+}
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_rates_fall_as_under_torchs_schedulers(decay: LrDecay) -> None:
     """Both rates, over three epochs of four steps; 1.25 epochs are five steps. A warm-up multiplies the dense rate."""
     config = OptimizerConfig(lr_decay=decay)
     values = Hyperparameters(embedding_lr=0.02, dense_lr=0.5, l2=0.0)
     schedule = Schedule.of_epochs(config, 4, 12, BatchRamp())
     warm = Schedule.of_epochs(dataclasses.replace(config, warmup_epochs=0.6), 4, 12, BatchRamp())
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
-    scheduler = reference(optimizer)
+    scheduler = DECAYS[decay](optimizer)
     for step in range(12):
         (rate,) = scheduler.get_last_lr()
         assert schedule.dense_lr(values, step) == pytest.approx(rate, abs=1e-15)

@@ -222,19 +222,19 @@ def test_a_failed_capture_loses_no_step(process: Process, caplog: pytest.LogCapt
     assert message.endswith("cannot be captured as a CUDA graph, which makes it slower: operation not permitted")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
-        ([], ""),
-        (["train.cuda_graph=false"], "train.cuda_graph = false"),
-        (['optimizer.absent_rows="dense"'], 'optimizer.absent_rows = "dense" with clip.rule = "cowclip"'),
-        (['optimizer.embedding="sgd"'], 'optimizer.embedding = "sgd" counts its steps on the host'),
-        (['sharding.tables={C0="column_wise"}'], "column-wise tables are joined by TorchRec"),
-        (['id_table.kind="collisionless"', "id_table.capacity=64"], "id tables give ids their rows between steps"),
-    ],
-)
-def test_reasons(overrides: list[str], why: str, process: Process) -> None:
-    config = config_of(*overrides)
+REASONS = {
+    "": "",
+    "train.cuda_graph=false": "train.cuda_graph = false",
+    "optimizer.absent_rows=dense": 'optimizer.absent_rows = "dense" with clip.rule = "cowclip"',
+    "optimizer.embedding=sgd": 'optimizer.embedding = "sgd" counts its steps on the host',
+    'sharding.tables={C0="column_wise"}': "column-wise tables are joined by TorchRec",
+    "id_table.kind=collisionless id_table.capacity=64": "id tables give ids their rows between steps",
+}
+
+
+@pytest.mark.parametrize("overrides", REASONS)
+def test_reasons(overrides: str, process: Process) -> None:
+    config, why = config_of(*overrides.split()), REASONS[overrides]
     state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule()))
     assert state.why_not_captured == (why if "cuda_graph" in why else "CUDA graphs exist on CUDA only")
     for each in state.adam.lookups if state.adam else ():
