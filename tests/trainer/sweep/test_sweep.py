@@ -22,12 +22,11 @@ from matplotlib.colors import to_rgba
 from commands.command_line import Cowrec
 from commands.forked_commands import Forked
 from cowrec.sparse_opt import SCALING_RULES
-from cowrec.trainer.config.run import load_config
+from cowrec.trainer import load_config, train
 from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.sweep.results import plot_sweep, sweep_table
 from cowrec.trainer.sweep.sweep import COMPETITORS, Grid, _in_short, clip_remark, default_rules, sweep
-from cowrec.trainer.training.loop import train
 from refusal import refused
 from trainer_cases import config_file, make_data
 
@@ -79,12 +78,10 @@ def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) 
     for same in ("auc", "logloss", "steps", "versions", "device", "git_commit", "best_possible"):
         assert line[same] == alone[same]
     assert line["threads"] >= 1  # those of the process that runs are forked from, which another test may have started
-    assert line["steps"] == 2 * 3
-    assert (line["epochs"], line["base_batch_size"]) == (2, 51)
+    assert (line["steps"], line["epochs"], line["base_batch_size"]) == (2 * 3, 2, 51)
     assert line["best_epoch_auc"] == max(epoch["auc"] for epoch in alone["epochs"])
     assert line["clipped_share"] == alone["clip_statistics"]["clipped_share"] > 0
-    assert line["by_epoch"] == alone["epochs"]
-    assert line["clip_remark"] is None
+    assert (line["by_epoch"], line["clip_remark"]) == (alone["epochs"], None)
     derived = {name: line[name] for name in ("embedding_lr", "dense_lr", "l2")}
     assert derived == pytest.approx({"embedding_lr": 1e-2, "dense_lr": 1e-2 * 2**0.5, "l2": 2e-2})
     assert lines["linear", 102, "off", 0]["embedding_lr"] == pytest.approx(2e-2)
@@ -97,8 +94,7 @@ def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) 
 def test_run_folders_are_those_of_train_without_checkpoints(folder: Path) -> None:
     """All rules share one run at the base batch size, in the folder of the first rule."""
     runs = {each.name for each in (folder / "grid" / "runs").iterdir()}
-    assert len(runs) == 6
-    assert "linear-51-clip_on-seed0" not in runs
+    assert (len(runs), "linear-51-clip_on-seed0" in runs) == (6, False)
     lines = {key(line): line for line in lines_of(folder / "grid")}
     assert {**lines["linear", 51, "on", 0], "rule": "cowclip"} == lines["cowclip", 51, "on", 0]
     run = folder / "grid" / "runs" / "linear-102-clip_off-seed0"
@@ -154,8 +150,7 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     # The log goes on after the checkpoint, so lines with their times are left from before.
     assert (third / "metrics.jsonl").read_bytes().splitlines()[:4] == killed[:4]
     assert report.stat().st_mtime_ns == written
-    assert found[:2] == left
-    assert found == lines_of(output)
+    assert (found, found[:2]) == (lines_of(output), left)
     assert [line["seed"] for line in found] == [0, 0, 1, 1]
     assert [line["steps"] for line in found[1:]] == [5 * epochs] * 3
     assert "(1 of 2)" in sweep_table(found)
@@ -207,11 +202,8 @@ def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path
 def test_remarks_and_default_rules(folder: Path) -> None:
     own = [load_config(folder / "run.toml", [f"optimizer.scaling={rule}"]) for rule in ("cowclip", "sqrt_star")]
     assert list(map(default_rules, own)) == [[*COMPETITORS], ["sqrt_star", *COMPETITORS]]
-    lines = [
-        {"clipped_share": 0.0, "clip_remark": "never"},
-        {"clipped_share": 0.2, "clip_remark": None},
-        {"clipped_share": None},
-    ]
+    lines: list[dict] = [{"clipped_share": 0.0, "clip_remark": "never"}, {"clipped_share": 0.2, "clip_remark": None}]
+    lines.append({"clipped_share": None})
     assert clip_remark(lines).startswith("the clip had no effect, or almost none, in 1 of 2 runs with clip on")
     assert clip_remark(lines[1:]) == ""
 
