@@ -169,8 +169,7 @@ def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> 
         version = published(publisher, whole)
         server.wait_for("status", "ok")
         published(publisher, wrong)
-        health = server.wait_for("status", "degraded")
-        assert "table 'street'" in health["problem"]
+        assert "table 'street'" in server.wait_for("status", "degraded")["problem"]
         assert server.metrics()["cowrec_deltas_refused_total"] >= 1
         answers_as(server, folder, "longer", version)
         publisher.close()

@@ -92,9 +92,7 @@ def test_initial_rows_depend_on_seed_and_table() -> None:
 class OneLogit(nn.Module):
     """Uses the dense features alone."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(torch.tensor([0.3, -0.7], dtype=torch.float64))
+    kernel = torch.tensor([0.3, -0.7], dtype=torch.float64)
 
     def forward(self, dense: torch.Tensor, sparse: None) -> torch.Tensor:
         return dense @ self.kernel
@@ -112,9 +110,9 @@ def test_weights_of_samples_multiply_their_losses(world_size: int, mean_weight: 
         own = slice(rank * 4, 7 if rank == world_size - 1 else 4)
         loss, _ = task(Batch(dense[own], None, label[own], 7, weight=weight[own]))
         losses.append(loss)
-    probability = torch.sigmoid(dense @ OneLogit().kernel)
+    probability = torch.sigmoid(dense @ OneLogit.kernel)
     cross_entropy = -(label * probability.log() + (1 - label) * (1 - probability).log())
-    expected = float((weight * cross_entropy).sum().detach()) / mean_weight / 7
+    expected = float((weight * cross_entropy).sum()) / mean_weight / 7
     # TorchRec and DDP average over ranks.
     assert sum(map(torch.Tensor.item, losses)) / world_size == pytest.approx(expected, rel=1e-12)
 

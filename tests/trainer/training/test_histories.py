@@ -48,14 +48,11 @@ def make_runs(folder: Path) -> None:
         export_model(folder / name / "run", folder / name / "export")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_once(tmp_path_factory, "histories", make_runs)
-
-
-@pytest.fixture(autouse=True)
-def own_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = made_once(tmp_path_factory, "histories", make_runs)
     monkeypatch.syspath_prepend(folder / "vocabulary")
+    return folder
 
 
 def drawn_samples(count: int) -> list[dict[str, Any]]:
