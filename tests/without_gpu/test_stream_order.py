@@ -54,13 +54,9 @@ class Streams:
         self.current = before
 
 
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    return Streams(monkeypatch)
-
-
-def test_warm_up_steps_wait_for_what_is_before_them_and_are_waited_for(streams: Streams) -> None:
-    capture, main, steps = CudaGraphCapture(), streams.current, []
+def test_warm_up_steps_wait_for_what_is_before_them_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, steps = Streams(monkeypatch), []
+    capture, main = CudaGraphCapture(), streams.current
 
     def step() -> Any:
         assert streams.current is not main
@@ -89,7 +85,8 @@ class Copied:
         self.used_on = stream
 
 
-def test_batches_are_used_after_their_copy_and_kept_until_then(streams: Streams) -> None:
+def test_batches_are_used_after_their_copy_and_kept_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
     made, taken = [Copied(streams) for _ in range(5)], []
     batches: Any = (each for each in made)
     for batch in _copied_to_gpu(batches, torch.device("cuda")):

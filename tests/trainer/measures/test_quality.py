@@ -6,6 +6,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,24 +103,19 @@ COLUMNS = ("city", "tags", "history", "user")
 TOP = 3
 
 
-def add_users(data: Path) -> None:
-    """Adds the kept column `user`, which is missing for some samples."""
+@pytest.fixture(scope="module")
+def segments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, and its data with the kept column `user`, which is missing for some samples."""
+    folder = tmp_path_factory.mktemp("segments")
+    data = make_data(folder, test_rows=TEST_ROWS)
+    config_file(folder)
+    run(folder, folder / "run", "train.epochs=1")
+    predict_run(folder / "run", folder / "data", folder / "predictions.parquet")
     for shard in (data / "test").glob("*.parquet"):
         table = pq.read_table(shard)
         users = [f"u{row % 7}" if row % 5 else "" for row in range(len(table))]
         pq.write_table(table.append_column(f"{KEPT_PREFIX}user", pa.array(users)), shard)
-    content = json.loads((data / "schema.json").read_text())
-    (data / "schema.json").write_text(json.dumps(content | {"kept": ["user"]}))
-
-
-@pytest.fixture(scope="module")
-def segments(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("segments")
-    make_data(folder, test_rows=TEST_ROWS)
-    config_file(folder)
-    run(folder, folder / "run", "train.epochs=1")
-    predict_run(folder / "run", folder / "data", folder / "predictions.parquet")
-    add_users(folder / "data")
+    replace(Schema.load(data), kept=("user",)).save(data)
     return folder
 
 

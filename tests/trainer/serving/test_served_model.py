@@ -45,11 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def samples_of(data: Path) -> SampleBlock:
-    schema = Schema.load(data)
-    return load_shards(data, schema, "test", range(len(schema.split("test").shards)))
-
-
 def difference(before: Path, after: Path) -> Change:
     """Rows that differ between two exports in float32, and the later one's dense weights."""
     tables = {}
@@ -63,7 +58,8 @@ def difference(before: Path, after: Path) -> Change:
 @pytest.mark.parametrize("bags", ["weighted", "averaged"])
 def test_an_export_with_published_changes_equals_the_trained_model(folder: Path, bags: str) -> None:
     """Up to the order of summation, and bit-identical to an export made afterwards."""
-    samples = samples_of(folder / bags / "data")
+    schema = Schema.load(folder / bags / "data")
+    samples = load_shards(folder / bags / "data", schema, "test", range(len(schema.split("test").shards)))
     before, after = (folder / bags / f"export-{epochs}" for epochs in (1, 2))
     expected = [np.load(folder / bags / f"predictions-{epochs}.npy") for epochs in (1, 2)]
     change, served = difference(before, after), ServedModel.load(before)
