@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from network_formulas import mlp, output
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -85,12 +86,6 @@ def rows_of(model: nn.Module, table: str, ids: list[int]) -> Tensor:
     return model.front.embeddings.embedding_bags[table].weight[torch.tensor(ids, dtype=torch.int64)]
 
 
-def mlp(layers: nn.Module, x: Tensor) -> Tensor:
-    for layer in (each for each in layers.layers if isinstance(each, nn.Linear)):
-        x = torch.clamp(layer.weight @ x + layer.bias, min=0)
-    return x
-
-
 def embeddings(model: nn.Module, field: str, sample: int) -> Tensor:
     """Of all ids of a field, [n, D]."""
     rows, table = rows_of(model, TABLES.get(field, field), IDS[field][sample]), TABLES.get(field, field)
@@ -113,8 +108,7 @@ def logit(model: nn.Module, sample: int, dense: Tensor, given: dict[str, Tensor]
     for field in model.front.fields:
         own = embeddings(model, field, sample)
         pooled.append(given.get(field, own.mean(0) if len(own) else torch.zeros(DIM)))
-    x = mlp(model.mlp, torch.cat([*pooled, *behind, dense]))
-    return x @ model.output.kernel[:, 0] + model.output.bias[0]
+    return output(model.output, mlp(model.mlp, torch.cat([*pooled, *behind, dense])))
 
 
 def din(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
