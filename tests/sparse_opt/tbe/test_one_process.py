@@ -13,7 +13,6 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
-from cowrec.sparse_opt.tbe.discovery import sharded_collections
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
 from random_problems.drawing import Problem, small_problem
 from random_problems.training import batches_of, sharded_model, state_of
@@ -49,8 +48,8 @@ COPIES = {
 }
 
 
-def train(case: Problem, attached: str, *, direct: bool) -> list[torch.Tensor]:
-    """Trains and evaluates; returns the outputs of all forward passes and the tables."""
+def train(case: Problem, attached: str, *, direct: bool) -> tuple[list[torch.Tensor], Any]:
+    """Trains and evaluates; returns the outputs of all passes, the tables, and the last output as it came."""
     model = sharded_model(case)
     if direct:
         look_up_directly(model)
@@ -61,10 +60,10 @@ def train(case: Problem, attached: str, *, direct: bool) -> list[torch.Tensor]:
         model(batch)[0].backward()
         model.eval()
         with torch.no_grad():
-            evaluated = model.module.c0(batch.ids0).to_dict()
+            last = model.module.c0(batch.ids0)
         model.train()
-        results += [each.detach().clone() for output in (pooled, evaluated) for each in output.values()]
-    return [*results, *map(torch.from_numpy, state_of(model).values())]
+        results += [each.detach().clone() for output in (pooled, last.to_dict()) for each in output.values()]
+    return [*results, *map(torch.from_numpy, state_of(model).values())], last
 
 
 # Data-parallel tables train under EmbeddingAdam only.
@@ -73,19 +72,11 @@ def train(case: Problem, attached: str, *, direct: bool) -> list[torch.Tensor]:
     [*zip(DIRECT, cycle(ATTACH), strict=False), *((name, "adam") for name in [*STOCK, *COPIES])],
 )
 def test_bits_of_torchrecs_forward(name: str, attached: str) -> None:
+    """And nothing is exchanged, so that there is no output to wait for."""
     case = (DIRECT | STOCK | COPIES)[name]
-    for got, expected in zip(train(case, attached, direct=True), train(case, attached, direct=False), strict=True):
-        assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("name", [*DIRECT, *COPIES, *STOCK])
-def test_nothing_is_exchanged_after_the_first_forward(name: str) -> None:
-    case = (DIRECT | COPIES | STOCK)[name]
-    model = sharded_model(case)
-    look_up_directly(model)
-    features = batches_of(case)[0][0].ids0
-    first, second = model.module.c0(features), model.module.c0(features)
-    assert isinstance(second, KeyedTensor) == (name not in STOCK)
-    (collection,) = sharded_collections(model).values()
-    assert second.keys() == collection._embedding_names == first.keys()
-    assert second.length_per_key() == first.length_per_key()
+    (results, last), (expected, awaited) = (train(case, attached, direct=each) for each in (True, False))
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+    assert isinstance(last, KeyedTensor) == (name not in STOCK)
+    assert last.keys() == awaited.keys()
+    assert last.length_per_key() == awaited.length_per_key()
+    assert not isinstance(awaited, KeyedTensor)
