@@ -52,6 +52,7 @@ from random_problems.training import (
     state_of,
     train_step,
 )
+from refusal import refused
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
@@ -122,22 +123,17 @@ def test_shares_that_other_limits_would_clip(attach: Any, backend: str) -> None:
         handle.clipped_shares([0.0])
 
 
-def test_handles_tell_their_tables_and_limits() -> None:
-    model = sharded_model(small_problem())
-    handle = attach_cowclip(model, {"t0": CowClip(0.5), "*": RULE}, exclude=["t1"])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_remove_restores_the_model(pooling: str) -> None:
+    """The handle tells its tables and limits, and that it was removed."""
+    case = small_problem(pooling=pooling)
+    plain, removed = (sharded_model(case) for _ in range(2))
+    handle = attach_cowclip(removed, {"t0": CowClip(0.5), "*": RULE}, exclude=["t1"])
     limits = "t0: CowClip(r=0.5, zeta=1e-05), t1: unclipped, t2: CowClip(r=1.0, zeta=0.001)"
     assert repr(handle) == f"<LookupsHandle, attached; {limits}>"
     handle.remove()
+    handle.remove()
     assert repr(handle).startswith("<LookupsHandle, removed; t0")
-
-
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_remove_restores_the_model(pooling: str) -> None:
-    case = small_problem(pooling=pooling)
-    plain, removed = (sharded_model(case) for _ in range(2))
-    handle = attach_cowclip(removed, RULE)
-    handle.remove()
-    handle.remove()
     for model in (plain, removed):
         train_step(case, model, 0)
     assert_equal(state_of(removed), state_of(plain))
@@ -181,11 +177,9 @@ def test_an_id_outside_its_table_is_named() -> None:
 
 SINGLE = {"single_id_bags": True}
 ADAM, DECAYS = {"config": AdamConfig()}, {"config": AdamConfig(lr=0.1, weight_decay=5.0)}
-L2_IN_REPLAY = {"config": AdamConfig(l2=0.3, absent_rows="replay"), "rule": CowClip(r=0.5)}
 REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("all tables, but 't0' is data-parallel", {"sharding": "data_parallel"}, {**ADAM, "rule": GlobalClip(1.0)}),
     ("complete table 't0', which is sharded column-wise", {"sharding": "column_wise"}, {"rule": FieldClip(1.0)}),
-    ("an absent row's L2 may exceed its limit alone .*; lower l2, shard", {"sharding": "column_wise"}, L2_IN_REPLAY),
     ("all tables before the first .* looks up 't0' and 't1'", {"pooling": "sum,mean"}, {"rule": GlobalClip(1.0)}),
     ("exclude names table 't9', which the model does not have; did you mean", {}, {"exclude": ["t9"]}),
     ("clip_columns names table 'x'", {}, {"clip_columns": {"x": 2}, **SINGLE}),
@@ -212,25 +206,15 @@ def test_refuses(message: str, case: dict[str, Any], settings: dict[str, Any]) -
         _ = attach(model, **given), train_step(problem, model, 0)
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (nn.Linear(2, 2), "Linear holds no TorchRec embedding tables"),
-        (
-            EmbeddingBagCollection([EmbeddingBagConfig(5, 4, "x", feature_names=["f"])]),
-            "table 'x' cannot be clipped: .*is not sharded",
-        ),
-    ],
-)
-def test_refuses_models_without_sharded_tables(model: nn.Module, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        attach_cowclip(model, RULE)
+def test_refuses_models_without_sharded_tables() -> None:
+    refused("Linear holds no TorchRec embedding tables", attach_cowclip, nn.Linear(2, 2), RULE)
+    unsharded = EmbeddingBagCollection([EmbeddingBagConfig(5, 4, "x", feature_names=["f"])])
+    refused("table 'x' cannot be clipped: .*is not sharded", attach_cowclip, unsharded, RULE)
 
 
 @pytest.mark.parametrize("change", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": 0.0}, {"l2": float("nan")}])
 def test_adam_settings(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"adam {next(iter(change))} is out of range"):
-        AdamConfig(**change)
+    refused(f"adam {next(iter(change))} is out of range", AdamConfig, **change)
 
 
 CASE = small_problem()
@@ -267,8 +251,7 @@ def train(model: Any, step: int) -> dict[str, np.ndarray]:
 )
 @attached_either_way
 def test_rules_that_do_not_fit_are_refused(attach: Any, rules: Any, exclude: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        attach(fresh(), rules, exclude=exclude)
+    refused(message, attach, fresh(), rules, exclude=exclude)
 
 
 def test_an_unclipped_table_may_be_column_wise_under_replay() -> None:
@@ -277,8 +260,8 @@ def test_an_unclipped_table_may_be_column_wise_under_replay() -> None:
     config = AdamConfig(l2=1e-2, absent_rows="replay")
     narrow, wide = CowClip(1e-2, 1e-5), CowClip(1.0, 1e-5)
     EmbeddingAdam(sharded_model(case), config, {"t0": wide, "t1": narrow, "t2": wide})
-    with pytest.raises(ValueError, match="table 't0' is sharded column-wise, and an absent row's L2 may exceed"):
-        EmbeddingAdam(sharded_model(case), config, {"t0": narrow, "*": wide})
+    message = "table 't0' is sharded column-wise, and an absent row's L2 may exceed its limit alone .*; lower l2, shard"
+    refused(message, EmbeddingAdam, sharded_model(case), config, {"t0": narrow, "*": wide})
 
 
 @pytest.mark.parametrize("attach", ["fused", "replay"])
@@ -294,8 +277,7 @@ def test_a_lost_handle(attach: str) -> None:
 
     detach_cowclip(model)
     attach_to(model)
-    with pytest.raises(ValueError, match=r"attached already; .* or detach_cowclip\(model\)"):
-        attach_to(model)
+    refused(r"attached already; .* or detach_cowclip\(model\)", attach_to, model)
     for step, is_attached in enumerate((True, False, True)):
         other = fresh(model)
         if is_attached:
@@ -316,8 +298,7 @@ def test_rules_of_tables_change_between_stages() -> None:
         after = train(model, step)
         assert not np.array_equal(after["c0.t1"], before["c0.t1"])
         assert_equal(after, train(other, step))
-    with pytest.raises(ValueError, match="the clip rule cannot change from 't0: cowclip"):
-        optimizer.reconfigure(like_sgd("replay"), CowClip())
+    refused("the clip rule cannot change from 't0: cowclip", optimizer.reconfigure, like_sgd("replay"), CowClip())
 
 
 def test_the_name_of_one_table_has_precedence_over_one_that_collections_share() -> None:
@@ -347,25 +328,21 @@ def model_with(**fused_params: Any) -> Any:
 @attached_either_way
 def test_gradient_clipping_by_fbgemm_is_refused(attach: Any) -> None:
     model = model_with(gradient_clipping=True, max_gradient=0.5)
-    with pytest.raises(ValueError, match=r"'t0' is under FBGEMM's gradient_clipping.* to 0.5 after"):
-        attach(model, CowClip())
+    refused("'t0' is under FBGEMM's gradient_clipping.* to 0.5 after", attach, model, CowClip())
 
 
 @attached_either_way
 def test_2d_parallelism_is_refused(attach: Any) -> None:
     """DMPCollection itself needs CUDA; what it gives its collections is a ShardingEnv2D."""
-    groups = [
-        name for name in signature(ShardingEnv2D).parameters if name.endswith("_pg")
-    ]  # not the same in all versions
+    # Not the same in all versions.
+    groups = [name for name in signature(ShardingEnv2D).parameters if name.endswith("_pg")]
     env = ShardingEnv2D(**dict.fromkeys(groups, dist.group.WORLD), device_mesh=DeviceMesh("cpu", [[0]]))
     collection = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "t0", feature_names=["a"])], device="meta")
     sharder = EmbeddingBagCollectionSharder(fused_params=SGD)
-    plan = construct_module_sharding_plan(
-        collection, {"t0": table_wise(rank=0, compute_kernel="fused")}, sharder, 1, 1, device_type="cpu"
-    )
+    tables = {"t0": table_wise(rank=0, compute_kernel="fused")}
+    plan = construct_module_sharding_plan(collection, tables, sharder, 1, 1, device_type="cpu")
     sharded = sharder.shard(collection, plan, env, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"'t0' is under 2D parallelism \(DMPCollection\).* own share of the batch"):
-        attach(sharded, CowClip())
+    refused(r"'t0' is under 2D parallelism \(DMPCollection\).* own share of the batch", attach, sharded, CowClip())
 
 
 @pytest.mark.parametrize("output", [SparseType.FP16, SparseType.BF16])
@@ -404,16 +381,14 @@ def test_a_variable_batch_of_tables_that_are_looked_up_separately_is_refused(att
     case = small_problem(variable_batch=True, pooling="sum,mean")
     model = sharded_model(case)
     attach(model, CowClip())
-    with pytest.raises(ValueError, match="variable batch size per feature, tables that are looked up separately"):
-        train_step(case, model, 0)
+    refused("variable batch size per feature, tables that are looked up separately", train_step, case, model, 0)
 
 
 @attached_either_way
 def test_ids_that_are_deduplicated_before_the_lookup_are_refused(attach: Any) -> None:
     model = sharded_model(small_problem(sequence=True))
     model.module.c0._use_index_dedup = True  # of EmbeddingCollectionSharder, whose operator exists on CUDA alone
-    with pytest.raises(ValueError, match=r"table 't0' cannot be clipped: TorchRec deduplicates .* use_index_dedup"):
-        attach(model, CowClip())
+    refused("table 't0' cannot be clipped: TorchRec deduplicates .* use_index_dedup", attach, model, CowClip())
 
 
 REFUSED_BY_ONE_RANK: dict[str, tuple[dict[str, Any], Any]] = {
@@ -433,16 +408,14 @@ REFUSED_BY_ONE_RANK: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-def refused(rank: int, folder: str) -> None:
+def two_ranks(rank: int, folder: str) -> None:
     with process_group(rank, 2, folder):
         for message, (case, attach) in REFUSED_BY_ONE_RANK.items():
-            model = sharded_model(small_problem(**case, world=2))
-            with pytest.raises(ValueError, match=message):
-                attach(model)
+            refused(message, attach, sharded_model(small_problem(**case, world=2)))
 
 
 def test_what_one_rank_refuses_all_ranks_refuse(tmp_path: Path) -> None:
-    in_processes(refused, (str(tmp_path),), 2)
+    in_processes(two_ranks, (str(tmp_path),), 2)
 
 
 TWO_LOOKUPS = small_problem(pooling="sum,mean")  # two lookups
@@ -464,17 +437,6 @@ def attached(optimizer: str, passes: int, case: Problem = TWO_LOOKUPS) -> tuple[
 def backward(model: nn.Module) -> None:
     """A pass of half of the first step's loss."""
     (model(batches_of(TWO_LOOKUPS)[0][0])[0] / 2).backward()
-
-
-@by_optimizer
-def test_tables_change_in_the_last_pass_alone(optimizer: str) -> None:
-    model, handle = attached(optimizer, 2)
-    before = state_of(model)
-    backward(model)
-    assert_equal(state_of(model), before)
-    backward(model)
-    assert not np.array_equal(state_of(model)["c0.t0"], before["c0.t0"])
-    handle.accumulate(1)  # none waits
 
 
 @by_optimizer
@@ -503,15 +465,19 @@ def test_an_interrupted_pass_is_refused_until_the_step_begins_anew(
 
 
 @by_optimizer
-def test_loading_a_state_drops_what_waits(optimizer: str) -> None:
-    model, _ = attached(optimizer, 2)
-    state = model.state_dict()
-    backward(model)
-    with pytest.warns(RuntimeWarning, match="1 backward passes that waited for others were dropped"):
-        model.load_state_dict(state)
-    before = state_of(model)
+def test_tables_change_in_the_last_pass_alone(optimizer: str) -> None:
+    """Loading a state drops what waits."""
+    model, handle = attached(optimizer, 2)
+    state, before = model.state_dict(), state_of(model)
     backward(model)
     assert_equal(state_of(model), before)
+    with pytest.warns(RuntimeWarning, match="1 backward passes that waited for others were dropped"):
+        model.load_state_dict(state)
+    backward(model)
+    assert_equal(state_of(model), before)
+    backward(model)
+    assert not np.array_equal(state_of(model)["c0.t0"], before["c0.t0"])
+    handle.accumulate(1)  # none waits
 
 
 @by_optimizer
