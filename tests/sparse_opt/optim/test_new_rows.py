@@ -1,9 +1,7 @@
 """Rows of new ids: initial weights, batches translated ahead of their step, and TorchRec's managed collision."""
 
-import tempfile
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +23,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, IdTableConfig, IdTables, NewRows, RowInitializer
 from cowrec.sparse_opt.optim.row_init import initial_rows
-from process_groups import process_group
 
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 BATCHES, IDS, DIM = 40, 24, 4
 CPU = torch.device("cpu")
 Batch = tuple[KeyedJaggedTensor, NewRows]
@@ -56,9 +55,8 @@ class Training:
         task = Task(name, self.tables.num_embeddings[name])
         kinds = {name: table_wise(rank=0, compute_kernel="fused")}
         plan = construct_module_sharding_plan(task.ebc, kinds, sharder=sharder, device_type="cpu")
-        self.model = DistributedModelParallel(
-            task, device=CPU, plan=ShardingPlan(plan={"ebc": plan}), sharders=[sharder]
-        )
+        plan = ShardingPlan(plan={"ebc": plan})
+        self.model = DistributedModelParallel(task, device=CPU, plan=plan, sharders=[sharder])
         adam = AdamConfig(lr=0.1, l2=1e-3, absent_rows="replay")
         self.adam = EmbeddingAdam(self.model, adam, CowClip(r=1.0, zeta=0.1))
         self.initializer = RowInitializer(self.model, self.adam, [name], columns=DIM, std=1.0, seed=0)
@@ -82,14 +80,13 @@ class Training:
         return weight.local_shards()[0].tensor.clone()
 
 
-@pytest.fixture
-def trained_at_once(tmp_path: Path) -> Iterator[Tensor]:
+@pytest.fixture(scope="module")
+def trained_at_once(group: None) -> Tensor:
     """Weights after training each batch right after its translation."""
-    with process_group(0, 1, str(tmp_path)):
-        training = Training()
-        for batch in training.translated():
-            training.step(batch)
-        yield training.weights()
+    training = Training()
+    for batch in training.translated():
+        training.step(batch)
+    return training.weights()
 
 
 def test_translation_ahead_changes_nothing_if_rows_are_reset_in_their_step(trained_at_once: Tensor) -> None:
@@ -126,7 +123,7 @@ def test_a_pipeline_that_reads_ahead_resets_rows_in_a_hook(trained_at_once: Tens
     assert torch.equal(training.weights(), trained_at_once)
 
 
-def test_tables_start_an_id_unlike(trained_at_once: Tensor) -> None:
+def test_tables_start_an_id_unlike() -> None:
     started = []
     for name in ("t", "u"):
         training = Training(name)
@@ -137,7 +134,7 @@ def test_tables_start_an_id_unlike(trained_at_once: Tensor) -> None:
     assert not (started[0] == started[1]).any()
 
 
-def test_resets_before_the_step_of_an_earlier_batch_are_refused(trained_at_once: Tensor) -> None:
+def test_resets_before_the_step_of_an_earlier_batch_are_refused() -> None:
     training = Training()
     batches = training.translated()
     training.step(next(batches))
@@ -167,44 +164,37 @@ def sharded() -> DistributedModelParallel:
     sharder = ManagedCollisionEmbeddingBagCollectionSharder(
         EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
     )
-    plan = construct_module_sharding_plan(
-        model.mc,
-        {"t": row_wise(compute_kernel="fused")},
-        sharder=sharder,
-        local_size=1,
-        world_size=1,
-        device_type="cpu",
-    )
+    kinds = {"t": row_wise(compute_kernel="fused")}
+    plan = construct_module_sharding_plan(model.mc, kinds, sharder=sharder, device_type="cpu")
     return DistributedModelParallel(model, device=CPU, plan=ShardingPlan({"mc": plan}), sharders=[sharder])
 
 
 @pytest.mark.parametrize("absent_rows", ["lazy", "replay"])
 def test_evicted_rows_lose_their_moments(absent_rows: str) -> None:
     """Their moments are zero when TorchRec has evicted them, and the others' are as they were."""
-    with tempfile.TemporaryDirectory() as folder, process_group(0, 1, folder):
-        model = sharded()
-        optimizer = EmbeddingAdam(model, AdamConfig(lr=0.1, absent_rows=absent_rows), CowClip())
-        (adam,), collection, evicted = optimizer.lookups, model.module.mc, []
-        evict = collection._evict
+    model = sharded()
+    optimizer = EmbeddingAdam(model, AdamConfig(lr=0.1, absent_rows=absent_rows), CowClip())
+    (adam,), collection, evicted = optimizer.lookups, model.module.mc, []
+    evict = collection._evict
 
-        def watched(rows: dict[str, Tensor | None]) -> Any:
-            before = adam.exp_avg.view(ROWS, DIM).clone()
-            evict(rows)
-            gone = torch.zeros(ROWS, dtype=torch.bool)
-            gone[torch.cat([each for each in rows.values() if each is not None] or [torch.arange(0)])] = True
-            assert torch.equal(adam.exp_avg.view(ROWS, DIM), before.where(~gone[:, None], 0))
-            assert not adam.exp_avg_sq.view(ROWS, DIM)[gone].any()
-            assert not adam.replays or (adam.last_step[gone] == adam.step).all()
-            evicted.append(int((gone & before.any(1)).sum()))
+    def watched(rows: dict[str, Tensor | None]) -> Any:
+        before = adam.exp_avg.view(ROWS, DIM).clone()
+        evict(rows)
+        gone = torch.zeros(ROWS, dtype=torch.bool)
+        gone[torch.cat([each for each in rows.values() if each is not None] or [torch.arange(0)])] = True
+        assert torch.equal(adam.exp_avg.view(ROWS, DIM), before.where(~gone[:, None], 0))
+        assert not adam.exp_avg_sq.view(ROWS, DIM)[gone].any()
+        assert not adam.replays or (adam.last_step[gone] == adam.step).all()
+        evicted.append(int((gone & before.any(1)).sum()))
 
-        collection._evict = watched
-        for step in range(40):
-            ids = 40 * step + torch.randint(12, (12,), generator=torch.Generator().manual_seed(step))
-            looked_up, _ = collection(KeyedJaggedTensor(["f"], ids, lengths=torch.ones(12, dtype=torch.int64)))
-            looked_up.wait().values().sum().backward()
-        assert sum(evicted) > 10
-        optimizer.remove()
-        assert "reset_embedding_weight_momentum" not in vars(adam.lookup.module)
+    collection._evict = watched
+    for step in range(40):
+        ids = 40 * step + torch.randint(12, (12,), generator=torch.Generator().manual_seed(step))
+        looked_up, _ = collection(KeyedJaggedTensor(["f"], ids, lengths=torch.ones(12, dtype=torch.int64)))
+        looked_up.wait().values().sum().backward()
+    assert sum(evicted) > 10
+    optimizer.remove()
+    assert "reset_embedding_weight_momentum" not in vars(adam.lookup.module)
 
 
 KEYS = np.full(20_000, 12345, np.uint64)
