@@ -1,5 +1,6 @@
 """TorchRec's pipelines and torch.compile train as the plain loop does, with the clip and with EmbeddingAdam."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -45,12 +46,6 @@ def streams_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(each, "record_stream", lambda *_: None)
 
 
-def started(mode: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model, attached, and the network's optimizer."""
-    model = plain_model()
-    return model, attach(model, mode)
-
-
 def plain_model() -> nn.Module:
     model = sharded_model(CASE)
     model._dmp_wrapped_module = Network(model.module.c0)
@@ -66,26 +61,29 @@ def attach(model: nn.Module, mode: str) -> torch.optim.Optimizer:
     return torch.optim.SGD([model.module.weight], lr=1e-2)
 
 
+def started(mode: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model, attached, and the network's optimizer."""
+    model = plain_model()
+    return model, attach(model, mode)
+
+
 def batches() -> list[Any]:
     return [batch for (batch,) in batches_of(CASE)]
 
 
-Trained = tuple[list[Tensor], nn.Module]
-
-
-def plain_loop(mode: str) -> Trained:
-    model, optimizer = started(mode)
+def loop(model: Callable[[Any], Any], optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:
+    """Trains plainly; returns the outputs."""
     outputs = []
-    for batch in batches():
+    for batch in batches()[:steps]:
         optimizer.zero_grad()
         loss, output = model(batch)
         loss.backward()
         optimizer.step()
         outputs.append(output)
-    return outputs, model
+    return outputs
 
 
-def loop_one_lookup_ahead(mode: str) -> Trained:
+def loop_one_lookup_ahead(mode: str) -> tuple[list[Tensor], nn.Module]:
     """Looks the next batch up before the backward of the present one."""
     model, optimizer = started(mode)
     outputs, network = [], model.module
@@ -127,15 +125,9 @@ def test_semi_synchronous_training_equals_a_loop_that_looks_up_ahead(mode: str) 
 def test_a_compiled_model_trains_as_without(mode: str) -> None:
     """Lookups run outside of the compiled graph, also of one that was compiled and traced before attaching."""
     model = plain_model()
-    compiled, outputs = torch.compile(model, backend="eager"), []
+    compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
         compiled(batches()[0])
-    optimizer = attach(model, mode)
-    for batch in batches()[:2]:
-        optimizer.zero_grad()
-        loss, output = compiled(batch)
-        loss.backward()
-        optimizer.step()
-        outputs.append(output)
+    outputs = loop(compiled, attach(model, mode), 2)
     torch._dynamo.reset()
-    assert all(torch.equal(*pair) for pair in zip(outputs, plain_loop(mode)[0][:2], strict=True))
+    assert all(torch.equal(*pair) for pair in zip(outputs, loop(*started(mode), 2), strict=True))
