@@ -4,13 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -64,16 +63,9 @@ def shard(model: nn.Module) -> DistributedModelParallel:
         f"t_{key}": row_wise(compute_kernel="fused") if i % 2 else table_wise(rank=0, compute_kernel="fused")
         for i, key in enumerate(reversed(ROWS))
     }
-    plan = construct_module_sharding_plan(
-        model.network.front.embeddings, kinds, sharder=sharder, local_size=1, world_size=1, device_type="cpu"
-    )
-    return DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=CPU,
-        plan=ShardingPlan(plan={"network.front.embeddings": plan}),
-        sharders=[sharder],
-    )
+    plan = construct_module_sharding_plan(model.network.front.embeddings, kinds, sharder=sharder, device_type="cpu")
+    plan = ShardingPlan(plan={"network.front.embeddings": plan})
+    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
 
 
 def pair(name: str) -> tuple[Training, DistributedModelParallel]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.amp import GradScaler
@@ -14,7 +13,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -40,13 +38,7 @@ def position_weighted_model(sharding: str) -> DistributedModelParallel:
     constraints = {"t": ParameterConstraints(sharding_types=[sharding])}
     planner = EmbeddingShardingPlanner(Topology(1, "cpu"), constraints=constraints)
     plan = planner.plan(model, [sharder])
-    sharded = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=plan,
-        sharders=[sharder],
-    )
+    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
     torch.manual_seed(0)
     for value in weights_of(sharded).values():
         value.uniform_(-0.5, 1)
@@ -55,13 +47,11 @@ def position_weighted_model(sharding: str) -> DistributedModelParallel:
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Weights by "t" (the table), "a" and "b" (of positions); they share the model's memory."""
-    state = model.state_dict()
-    return {
-        key.split(".")[-2] if "embedding_bags" in key else key.split(".")[-1]: (
-            value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
-        )
-        for key, value in state.items()
-    }
+    found = {}
+    for key, value in model.state_dict().items():
+        name = key.split(".")[-2 if "embedding_bags" in key else -1]
+        found[name] = value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
+    return found
 
 
 def batches() -> list[tuple[KeyedJaggedTensor, torch.Tensor]]:

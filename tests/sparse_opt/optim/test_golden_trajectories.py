@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -66,10 +65,6 @@ def adam_config(golden: Golden, absent_rows: str) -> AdamConfig:
     return AdamConfig(lr=lr, betas=betas, eps=eps, adam_epsilon="keras", l2=l2, absent_rows=absent_rows)
 
 
-def dense_adam(golden: Golden, parameters: dict[str, nn.Parameter]) -> DenseAdam:
-    return DenseAdam(parameters, hyperparameters(golden), "keras")
-
-
 def hyperparameters(golden: Golden) -> Hyperparameters:
     adam = adam_config(golden, "dense")
     return Hyperparameters(adam.lr, float(golden["hp/lr"]), adam.l2, betas=adam.betas, eps=adam.eps)
@@ -113,7 +108,7 @@ def test_the_dense_oracle_on_unsharded_tables(golden_dir: Path, precision: str) 
         config, rule, dim = adam_config(golden, "dense"), clip_rule(golden), int(golden["hp/dim"])
         task = train_task(golden, model)
         others = {k: p for k, p in model.named_parameters() if not any(p is w for w in bags.values())}
-        optimizer = dense_adam(golden, others)
+        optimizer = DenseAdam(others, hyperparameters(golden), "keras")
         compared = Comparison(file, golden)
         tolerance = WEIGHT_TOLERANCE[golden["s0/w/dense__kernel"].dtype]
         for step in range(1, int(golden["hp/steps"]) + 1):
@@ -199,7 +194,7 @@ def _follow(file: Path, golden: Golden, absent_rows: str, process: Process) -> N
             shard.tensor.copy_(initial[field][start : start + rows])
     dim, beta1 = int(golden["hp/dim"]), float(golden["hp/beta1"])
     embedding = EmbeddingAdam(model, adam_config(golden, absent_rows), clip_rule(golden), clip_columns=dim)
-    optimizer = dense_adam(golden, dense_parameters(model))
+    optimizer = DenseAdam(dense_parameters(model), hyperparameters(golden), "keras")
     compared = Comparison(file, golden)
     first_before = {field: torch.zeros_like(table) for field, table in initial.items()}
     for step in range(1, int(golden["hp/steps"]) + 1):
@@ -240,17 +235,10 @@ def _follow(file: Path, golden: Golden, absent_rows: str, process: Process) -> N
 
 def _sharded(task: TrainTask, process: Process) -> DistributedModelParallel:
     sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD})
-    ((_, collection),) = [
-        (path, each) for path, each in task.named_modules() if isinstance(each, EmbeddingBagCollection)
-    ]
+    (collection,) = (each for each in task.modules() if isinstance(each, EmbeddingBagCollection))
     names = [table.name for table in collection.embedding_bag_configs()]
-    return DistributedModelParallel(
-        task,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=process.device,
-        plan=sharding_plan(task, dict.fromkeys(names, "row_wise"), RunConfig(), process, sharder),
-        sharders=[sharder],
-    )
+    plan = sharding_plan(task, dict.fromkeys(names, "row_wise"), RunConfig(), process, sharder)
+    return DistributedModelParallel(task, device=process.device, plan=plan, sharders=[sharder])
 
 
 def _slice(batch: Batch, process: Process) -> Batch:
