@@ -3,6 +3,7 @@
 import csv
 import lzma
 import re
+import shutil
 import tomllib
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -45,6 +46,20 @@ NAMES.append("\t")
 LABELS = st.sampled_from([("0", "1"), ("1.0", "0.0"), ("no", "yes"), ("-1", "1"), ("False", "True"), ("2", "5")])
 
 
+def inferred(path, label=None):
+    """The text of the inferred schema file, which is written beside the raw file, its layout, and its fields' kinds."""
+    text = infer_schema(path, label=label)
+    path.with_name("columns.toml").write_text(text, encoding="utf-8")
+    layout = load_schema_file(path.with_name("columns.toml"))
+    return text, layout, {field.name: field.kind for field in layout.fields}
+
+
+def prepared(raw, **settings):
+    """Prepares a file with the schema file beside it, by default all of it for training."""
+    config, schema_file = PrepareConfig(**settings or {"test_fraction": 0}), raw.with_name("columns.toml")
+    return prepare("tabular", [raw], raw.with_name("data"), config, schema_file=schema_file)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_the_schema_of_any_table_prepares_it(tmp_path_factory, data):
@@ -59,21 +74,13 @@ def test_the_schema_of_any_table_prepares_it(tmp_path_factory, data):
         writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(zip(*columns.values(), strict=True))
-    (folder / "columns.toml").write_text(infer_schema(folder / "raw.csv", label="click"), encoding="utf-8")
-    layout = load_schema_file(folder / "columns.toml")
+    _, layout, _ = inferred(folder / "raw.csv", "click")
     assert (layout.delimiter, layout.header, layout.labels[0].column) == (delimiter, True, "click")
-    config = PrepareConfig(test_fraction=0)
-    schema = prepare("tabular", [folder / "raw.csv"], folder / "out", config, schema_file=folder / "columns.toml")
+    schema = prepared(folder / "raw.csv")
     assert schema.splits["train"].rows == rows
-    first = read_split(folder / "out", "train")["label"][:2]
+    first = read_split(folder / "data", "train")["label"][:2]
     assert sorted(first) == [0, 1]
     assert "shop" in [field.name for field in schema.sparse]
-
-
-def kinds(text, folder):
-    (folder / "columns.toml").write_text(text)
-    layout = load_schema_file(folder / "columns.toml")
-    return layout, {field.name: field.kind for field in layout.fields}
 
 
 def test_known_columns_are_recognised(tmp_path):
@@ -86,8 +93,7 @@ def test_known_columns_are_recognised(tmp_path):
         for n in range(300)
     ]
     (tmp_path / "raw.csv").write_text("\n".join([header, *lines]))
-    text = infer_schema(tmp_path / "raw.csv")
-    layout, found = kinds(text, tmp_path)
+    text, layout, found = inferred(tmp_path / "raw.csv")
     assert found == {
         "price": "numeric", "age": "numeric", "zip": "categorical", "genres": "multi", "history": "weighted",
         "sex": "categorical",
@@ -106,7 +112,7 @@ def test_known_columns_are_recognised(tmp_path):
 def test_files_without_header_label_or_delimiter(tmp_path):
     raw = tmp_path / "raw.tsv"
     raw.write_text("".join(f"{n % 2}\t{n / 7}\tc{n % 4}\n" for n in range(40)))
-    layout, found = kinds(infer_schema(raw), tmp_path)
+    _, layout, found = inferred(raw)
     assert (layout.header, layout.labels[0].column) == (False, "column1")
     assert layout.columns == ("column1", "column2", "column3")
     assert found == {"column2": "numeric", "column3": "categorical"}
@@ -116,9 +122,9 @@ def test_files_without_header_label_or_delimiter(tmp_path):
     refused("column 'a' cannot be the label", infer_schema, raw, label="a")
     assert "threshold = 15.5  # unsure" in infer_schema(raw, label="b")
     raw.write_text("click,#\n" + "".join(f"{('no', 'yes')[n % 2]},{'#b'[n % 2]}\n" for n in range(6)))
-    assert kinds(infer_schema(raw, label="click"), tmp_path)[0].header, "a line with the label's name is a header"
+    assert inferred(raw, "click")[1].header, "a line with the label's name is a header"
     raw.write_text("".join(f"{('no', 'yes')[n % 2]},{('', 'a', 'b')[n % 3]}\n" for n in range(6)))
-    assert not kinds(infer_schema(raw), tmp_path)[0].header
+    assert not inferred(raw)[1].header
     raw.write_text("word\nword\n")
     refused("no delimiter found", infer_schema, raw)
 
@@ -133,15 +139,11 @@ def test_parquet_columns_are_recognised(tmp_path):
         }
     )
     pq.write_table(table, tmp_path / "raw.parquet")
-    text = infer_schema(tmp_path / "raw.parquet")
+    text, layout, found = inferred(tmp_path / "raw.parquet")
     assert text.count('kind = "sequence"') == 1
-    layout, found = kinds(text, tmp_path)
     assert layout.labels[0].column == "click"
     assert found == {"price": "numeric", "tags": "multi", "shop": "categorical"}
-    config = PrepareConfig(test_fraction=0)
-    inputs, schema_file = [tmp_path / "raw.parquet"], tmp_path / "columns.toml"
-    schema = prepare("tabular", inputs, tmp_path / "out", config, schema_file=schema_file)
-    assert schema.splits["train"].positives == (20,)
+    assert prepared(tmp_path / "raw.parquet").splits["train"].positives == (20,)
 
 
 def test_real_files(tmp_path):
@@ -150,10 +152,11 @@ def test_real_files(tmp_path):
         pytest.skip(f"needs {DATA}")
     with lzma.open(DATA / "ml1m_labelled.csv.xz") as file:
         (tmp_path / "ml.csv").write_bytes(file.read(1 << 20).rpartition(b"\n")[0])
-    layout, found = kinds(infer_schema(tmp_path / "ml.csv"), tmp_path)
+    _, layout, found = inferred(tmp_path / "ml.csv")
     assert layout.labels[0].column == "label_ge4"
     assert (found["genres"], found["gender"], found["zip"]) == ("multi", "categorical", "categorical")
-    layout, found = kinds(infer_schema(DATA / "avazu_9k.csv.xz"), tmp_path)
+    shutil.copy(DATA / "avazu_9k.csv.xz", tmp_path)
+    _, layout, found = inferred(tmp_path / "avazu_9k.csv.xz")
     assert layout.labels[0].column == "click"
     assert "id" not in found
     assert found["device_id"] == "categorical"
@@ -193,15 +196,11 @@ def test_types_of_parquet_are_believed_and_nulls_are_bad_rows(tmp_path: Path) ->
         }
     )
     pq.write_table(table, tmp_path / "raw.parquet")
-    text = infer_schema(tmp_path / "raw.parquet")
+    text, _, found = inferred(tmp_path / "raw.parquet")
     assert re.findall(r'^(label|time) = "(.*?)"', text, re.MULTILINE) == [("label", "clicked"), ("time", "ts")]
     assert text.count("of the rows have none, and are bad rows") == 2
-    assert re.findall(r'name = "(.*?)"', text) == ["city"]
-    (tmp_path / "columns.toml").write_text(text)
-    settings = PrepareConfig(on_bad_row="skip")
-    schema = prepare(
-        "tabular", [tmp_path / "raw.parquet"], tmp_path / "data", settings, schema_file=tmp_path / "columns.toml"
-    )
+    assert [*found] == ["city"]
+    schema = prepared(tmp_path / "raw.parquet", on_bad_row="skip")
     assert sum(split.rows for split in schema.splits.values()) == rows - 3
 
 
@@ -224,14 +223,9 @@ def test_files_as_strangers_have_them(tmp_path: Path, kind: str) -> None:
     rows = [(n, line.format(n=n, m=n % 3, k=n % 50, d="inf" if n % 9 == 0 else n / 7)) for n in range(100)]
     lines = [f"clicked,{space}{header}", *(f"{n // 2 % 2},{space}{text}" for n, text in rows)]
     (tmp_path / "raw.csv").write_text("\n".join(lines))
-    text = infer_schema(tmp_path / "raw.csv")
-    layout, found = kinds(text, tmp_path)
+    text, layout, found = inferred(tmp_path / "raw.csv")
     assert (layout.header, found, text.count("write them as 1234.5")) == (True, expected, 3 * (kind[:5] == "other"))
-    settings = PrepareConfig(test_fraction=0)
-    prepared = prepare(
-        "tabular", [tmp_path / "raw.csv"], tmp_path / "data", settings, schema_file=tmp_path / "columns.toml"
-    )
-    assert prepared.splits["train"].rows == 100
+    assert prepared(tmp_path / "raw.csv").splits["train"].rows == 100
 
 
 def test_files_that_are_no_table_are_named_as_such(tmp_path: Path) -> None:
@@ -258,12 +252,8 @@ def test_types_that_are_not_read_and_infinity_of_parquet(tmp_path: Path) -> None
         "weights": [[{"id": "x", "weight": 0.5}]] * 40,
     }
     pq.write_table(pa.table(columns), tmp_path / "raw.parquet")
-    text = infer_schema(tmp_path / "raw.parquet")
-    _, found = kinds(text, tmp_path)
+    text, _, found = inferred(tmp_path / "raw.parquet")
     assert found == {"score": "numeric", "weights": "weighted"}
     assert text.count("# left out: ") == 3
-    prepare(
-        "tabular", [tmp_path / "raw.parquet"], tmp_path / "data", PrepareConfig(test_fraction=0),
-        schema_file=tmp_path / "columns.toml",
-    )  # fmt: skip
+    prepared(tmp_path / "raw.parquet")
     assert read_split(tmp_path / "data", "train")["score"].count(0.0) == 20
