@@ -3,7 +3,6 @@
 import datetime
 
 import pyarrow as pa
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,14 +24,11 @@ def signed(text):
     return (value - 2**64 if value >= 2**63 else value) if text else MISSING
 
 
-def prepared(folder, **settings):
-    rows = write_timed(folder)
-    config = PrepareConfig(raw_ids=True, split="order", test_rows=50, **settings)
-    return rows, prepare("tabular", [folder / "raw.csv"], folder / "out", config, schema_file=folder / "schema.toml")
-
-
 def test_ids_are_hashes_and_times_are_seconds(tmp_path):
-    rows, schema = prepared(tmp_path, shard_rows=40)
+    """In the files, as readers serve them, and in samples that are prepared alike."""
+    rows, config = write_timed(tmp_path), PrepareConfig(raw_ids=True, split="order", test_rows=50, shard_rows=40)
+    raw, schema_file = [tmp_path / "raw.csv"], tmp_path / "schema.toml"
+    schema = prepare("tabular", raw, tmp_path / "out", config, schema_file=schema_file)
     assert [(each.encoding, each.num_embeddings) for each in schema.sparse] == [("raw", 0)] * 3
     assert (schema.timed, schema.has_raw_ids) == (True, True)
     assert Schema.load(tmp_path / "out") == schema
@@ -43,31 +39,24 @@ def test_ids_are_hashes_and_times_are_seconds(tmp_path):
         assert columns["city"] == [signed(row["city"]) for row in part]
         assert columns["tags"] == [[signed(tag) for tag in row["tags"]] for row in part]
         assert columns["history"] == [[signed(key) for key, _ in row["history"]] or [MISSING] for row in part]
-    prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "again", like=tmp_path / "out")
-    again = read_split(tmp_path / "again", "test")
-    assert again["city"] == [signed(row["city"]) for row in rows]
-    assert again["time"] == [row["time"] for row in rows]
-
-
-@pytest.mark.parametrize("resident", [False, True])
-def test_both_readers_serve_int64_ids_and_times(tmp_path, resident):
-    rows, _ = prepared(tmp_path, shard_rows=40)
-    (batch,) = Reader(tmp_path / "out", "train", batch_size=150, window_rows=50, resident=resident).epoch(0)
-    assert batch.time.dtype == batch.sparse.values().dtype == torch.int64
-    assert batch.sparse.lengths().dtype == torch.int32
-    assert batch.time.tolist() == [row["time"] for row in rows[:150]]
-    city, tags = ([bag.tolist() for bag in batch.sparse[name].to_dense()] for name in ("city", "tags"))
-    assert city == [[signed(row["city"])] for row in rows[:150]]
-    assert tags == [[signed(tag) for tag in row["tags"]] for row in rows[:150]]
-
-
-def test_moving_and_padding_a_batch_keeps_its_time(tmp_path):
-    prepared(tmp_path)
+    for resident in (False, True):
+        (batch,) = Reader(tmp_path / "out", "train", batch_size=150, window_rows=50, resident=resident).epoch(0)
+        assert batch.time.dtype == batch.sparse.values().dtype == torch.int64
+        assert batch.sparse.lengths().dtype == torch.int32
+        assert batch.time.tolist() == [row["time"] for row in rows[:150]]
+        city, tags = ([bag.tolist() for bag in batch.sparse[name].to_dense()] for name in ("city", "tags"))
+        assert city == [[signed(row["city"])] for row in rows[:150]]
+        assert tags == [[signed(tag) for tag in row["tags"]] for row in rows[:150]]
+    # Moving and padding a batch keeps its time.
     reader = Reader(tmp_path / "out", "train", batch_size=31, rank=0, world_size=2)
     batch, padded = next(reader.epoch(0)), next(even_slices(reader.epoch(0), 2))
     assert padded.sparse.stride() == len(batch.label) + 1
     assert padded.time.tolist() == batch.time.tolist() == batch.to(torch.device("cpu")).time.tolist()
     assert padded.sparse.values().dtype == torch.int64
+    prepare("tabular", raw, tmp_path / "again", like=tmp_path / "out")
+    again = read_split(tmp_path / "again", "test")
+    assert again["city"] == [signed(row["city"]) for row in rows]
+    assert again["time"] == [row["time"] for row in rows]
 
 
 def test_a_mixed_schema_serves_all_ids_as_int64():
