@@ -1,6 +1,6 @@
 """TorchRec's own models, with its planner, optimizers and training loop: a clip equals clip_rows under autograd."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.test_utils import test_model as upstream
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -27,25 +26,17 @@ pytest_plugins = ["one_group"]
 DIM, DENSE, BATCH, STEPS = 8, 3, 16, 3
 DENSE_LR, TABLE_LR = 0.1, 2000.0
 BINDS = CowClip(r=1e-5, zeta=1e-7)
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
 FEATURES = {"t0": ["f0"], "t1": ["f1"], "t2": ["f2", "f3"], "t3": ["f4"]}
 ROWS = {"t0": 40, "t1": 12, "t2": 30, "t3": 24, "w0": 20}
-KEYS = [name for names in FEATURES.values() for name in names]
+MODELS = ("TestSparseNN", "TestTowerSparseNN", "TestTowerCollectionSparseNN")
 
 
-def configs(kind: Any = EmbeddingBagConfig, **more: Any) -> list[Any]:
+def tables_of(features: dict[str, list[str]], **more: Any) -> list[EmbeddingBagConfig]:
     return [
-        kind(name=name, embedding_dim=DIM, num_embeddings=ROWS[name], feature_names=features, **more)
-        for name, features in FEATURES.items()
+        EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=ROWS[name], feature_names=names, **more)
+        for name, names in features.items()
     ]
-
-
-def bags(device: torch.device, **more: Any) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(tables=configs(**more), device=device)
-
-
-def weighted() -> list[EmbeddingBagConfig]:
-    return [EmbeddingBagConfig(name="w0", embedding_dim=DIM, num_embeddings=ROWS["w0"], feature_names=["w"])]
 
 
 def batch_of(seed: int) -> upstream.ModelInput:
@@ -65,34 +56,19 @@ def batch_of(seed: int) -> upstream.ModelInput:
     return upstream.ModelInput(dense, ids(FEATURES, False), ids({"w0": ["w"]}, True), label)
 
 
-def sparse_nn(device: torch.device, model: Callable[..., nn.Module] = upstream.TestSparseNN, **more: Any) -> nn.Module:
-    tables = configs(pooling=PoolingType.MEAN) if model is upstream.TestSparseNN else configs()
-    return model(
-        tables=tables,
-        weighted_tables=weighted(),
-        num_float_features=DENSE,
-        dense_device=CPU,
-        sparse_device=device,
-        **more,
-    )
-
-
-MODELS: dict[str, Callable[[torch.device], nn.Module]] = {
-    "TestSparseNN": sparse_nn,
-    "TestTowerSparseNN": lambda on: sparse_nn(on, upstream.TestTowerSparseNN),
-    "TestTowerCollectionSparseNN": lambda on: sparse_nn(on, upstream.TestTowerCollectionSparseNN),
-}
-
-
-def plain_model(name: str) -> nn.Module:
+def model_on(device: torch.device, name: str) -> nn.Module:
+    """The model of TorchRec's tests, with its tables on a device."""
     torch.manual_seed(1)
-    return MODELS[name](CPU)
+    model: Any = getattr(upstream, name)
+    tables = tables_of(FEATURES, pooling=PoolingType.MEAN if name == "TestSparseNN" else PoolingType.SUM)
+    weighted, on = tables_of({"w0": ["w"]}), {"dense_device": CPU, "sparse_device": device}
+    made: nn.Module = model(tables=tables, weighted_tables=weighted, num_float_features=DENSE, **on)
+    return made
 
 
 def sharded_model(name: str) -> DistributedModelParallel:
     """The model as TorchRec's planner shards it, with fused SGD."""
-    torch.manual_seed(1)
-    model = MODELS[name](META)
+    model = model_on(torch.device("meta"), name)
     tables = [each for key, each in model.named_parameters() if ".embedding" in key]
     apply_optimizer_in_backward(torch.optim.SGD, tables, {"lr": TABLE_LR})
     constraints = {table: ParameterConstraints(compute_kernels=["fused"]) for table in ROWS}
@@ -132,7 +108,7 @@ def occurrences(table: str, batches: Sequence[Any]) -> Tensor:
 
 def train_by_autograd(name: str, batches: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
     """Weights after steps of SGD on the unsharded model, whose row gradients clip_rows clips; batches[step][rank]."""
-    model = plain_model(name)
+    model = model_on(CPU, name)
     for of_ranks in batches:
         model.zero_grad()
         torch.stack([model(each)[0] for each in of_ranks]).mean().backward()
@@ -151,7 +127,7 @@ def assert_clips_like_autograd(name: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = [[batch_of(world * step + each) for each in range(world)] for step in range(STEPS)]
     model = sharded_model(name)
-    copy_weights(plain_model(name), model)
+    copy_weights(model_on(CPU, name), model)
     handle = attach_cowclip(model, BINDS)
     trained = train(model, [of_ranks[rank] for of_ranks in batches])
     assert all(each.clipped_share > 0.2 for each in handle.stats().values())
