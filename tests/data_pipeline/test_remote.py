@@ -58,7 +58,7 @@ def test_a_folder_is_copied_to_the_store_and_back(server: S3Server, tmp_path: Pa
         remote.read("never")
 
 
-def test_errors_name_the_place(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_place(server: S3Server) -> None:
     with pytest.raises(OSError, match=r"s3://no-such-bucket/run"):
         RemoteFolder("s3://no-such-bucket/run").write("a", b"")
     refused(r"s3://bucket/\?nonsense=1 cannot be opened: .*nonsense", open_filesystem, "s3://bucket/?nonsense=1")
@@ -107,9 +107,7 @@ def test_errors_do_not_show_credentials(opening, url: str) -> None:
     assert caught.value.__suppress_context__ or not caught.value.__context__
 
 
-def test_commands_do_not_print_credentials(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_commands_do_not_print_credentials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (("serve", "s3://KEY:hush@bucket/export"), ("predict", "run", "--data", "x", "-o", "s3://K:hush@b/p")):
         assert exit_code(monkeypatch, *words) == 2
         printed = capsys.readouterr()

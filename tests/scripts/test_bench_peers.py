@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
 NEED_NO_VENV = ["cowrec-fp32", "cowrec-bf16", "torch-sparse-adam", "torch-dense-adam-cowclip"]
 PARTS = ("l2_on_every_row", "cowclip", "absent_rows_move")
 

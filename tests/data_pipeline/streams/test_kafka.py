@@ -147,7 +147,7 @@ def test_credentials_are_in_no_error_and_no_log(monkeypatch, caplog, error, mess
     assert "hush" not in str(caught.value) + caplog.text
 
 
-def test_leaders_of_a_mock_cluster_move_and_its_brokers_go_down(codec, tmp_path):
+def test_leaders_of_a_mock_cluster_move_and_its_brokers_go_down():
     """Every message is read once, in the order of its partition, whichever broker leads it."""
     with servers.mock_cluster() as cluster:
         cluster.create("moving", 2)
