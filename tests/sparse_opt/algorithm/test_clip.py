@@ -28,21 +28,16 @@ def test_equals_the_reference(golden_dir: Path) -> None:
     files = sorted(golden_dir.glob("cow_clip_*.npz"))
     assert files, f"no cow_clip_*.npz in {golden_dir}"
     for file in files:
-        check_recording(file)
-
-
-def check_recording(file: Path) -> None:
-    golden = np.load(file)
-    rule = ReferenceCowClip(r=float(golden["ratio"]), bound=float(golden["bound"]))
-    counts = torch.from_numpy(golden["row_counts"])
-    for kind, tolerance in (("32", 5e-7), ("64", 1e-12)):
-        grads, weights = torch.from_numpy(golden["g" + kind]), torch.from_numpy(golden["w" + kind])
-        clipped = clip_rows(grads, weights, counts, rule)
-        assert clipped.dtype == grads.dtype
-        np.testing.assert_allclose(clipped.numpy(), golden["out" + kind], rtol=tolerance, err_msg=file.name)
-    weights = torch.from_numpy(golden["w64"])
-    limits = limits_of_norms(row_norms(weights), counts, *rule.limit(weights.shape[1]))
-    np.testing.assert_allclose(limits.numpy(), golden["thr64"], rtol=1e-12, err_msg=file.name)
+        golden = np.load(file)
+        rule = ReferenceCowClip(r=float(golden["ratio"]), bound=float(golden["bound"]))
+        counts = torch.from_numpy(golden["row_counts"])
+        for kind, tolerance in (("32", 5e-7), ("64", 1e-12)):
+            grads, weights = torch.from_numpy(golden["g" + kind]), torch.from_numpy(golden["w" + kind])
+            clipped = clip_rows(grads, weights, counts, rule)
+            assert clipped.dtype == grads.dtype
+            np.testing.assert_allclose(clipped.numpy(), golden["out" + kind], rtol=tolerance, err_msg=file.name)
+        limits = limits_of_norms(row_norms(weights), counts, *rule.limit(weights.shape[1]))
+        np.testing.assert_allclose(limits.numpy(), golden["thr64"], rtol=1e-12, err_msg=file.name)
 
 
 # Below 1e-12 squares underflow in float32: such a gradient counts as zero and is not changed.
@@ -86,6 +81,9 @@ def test_non_finite_gradients_stay_non_finite() -> None:
     assert clip_scales(torch.zeros(1, 2), torch.zeros(1)).item() == 1
 
 
+ONES = torch.ones(2, 3), torch.ones(2, 3)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -94,13 +92,10 @@ def test_non_finite_gradients_stay_non_finite() -> None:
         (lambda: ReferenceCowClip(r=float("nan")), "clip.r must be > 0"),
         (lambda: ConstantClip(float("inf")), "clip.max_norm must be > 0 and finite"),
         (
-            lambda: clip_rows(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2), GlobalClip(1.0)),
+            lambda: clip_rows(*ONES, torch.ones(2), GlobalClip(1.0)),
             "clip.rule = 'global' bounds more than one row's norm; use clip_tables",
         ),
-        (
-            lambda: clip_rows(torch.ones(2, 3), torch.ones(2, 3), torch.ones(3), NoClip()),
-            r"\[2, 3\], \[2, 3\] and \[3\]",
-        ),
+        (lambda: clip_rows(*ONES, torch.ones(3), NoClip()), r"\[2, 3\], \[2, 3\] and \[3\]"),
     ],
 )
 def test_refuses(make, message: str) -> None:

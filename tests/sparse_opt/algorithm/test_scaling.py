@@ -22,6 +22,7 @@ from cowrec.sparse_opt import (
     scale_clip,
     scale_hyperparameters,
 )
+from refusal import refused
 
 BASE = Hyperparameters(embedding_lr=1e-4, dense_lr=8e-4, l2=1e-5, betas=(0.9, 0.999), eps=1e-7)
 
@@ -136,12 +137,9 @@ def test_refuses(change: dict, message: str) -> None:
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_refuses_invalid_values(value: float) -> None:
-    with pytest.raises(ValueError, match="dense_lr must be >= 0 and finite"):
-        Hyperparameters(1e-4, value, 0.0)
-    with pytest.raises(ValueError, match="betas must be two numbers in"):
-        Hyperparameters(1e-4, 1e-4, 0.0, betas=(0.9, value))
-    with pytest.raises(ValueError, match="eps must be > 0 and finite"):
-        Hyperparameters(1e-4, 1e-4, 0.0, eps=value)
+    refused("dense_lr must be >= 0 and finite", Hyperparameters, 1e-4, value, 0.0)
+    refused("betas must be two numbers in", Hyperparameters, 1e-4, 1e-4, 0.0, betas=(0.9, value))
+    refused("eps must be > 0 and finite", Hyperparameters, 1e-4, 1e-4, 0.0, eps=value)
 
 
 def test_constant_thresholds_grow_with_the_root_of_the_batch() -> None:
