@@ -50,12 +50,9 @@ with locked_folder(Path({str(tmp_path / "new")!r})):
             pass
         other.kill()
     with locked_folder(tmp_path / "new"):
-        pass
-
-
-def test_a_file_is_not_locked_as_a_folder(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file is a file; choose another folder"), locked_folder(tmp_path / "file"):
+        (tmp_path / "new" / "file").touch()
+    file = tmp_path / "new" / "file"
+    with pytest.raises(ValueError, match="file is a file; choose another folder"), locked_folder(file):
         pass
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare
 from cowrec.data_pipeline.raw.layouts import RawLabel
 from raw_cases import prepare_text, read_split
+from refusal import refused
 
 WRONG = "wrong"
 
@@ -118,8 +119,7 @@ WEIGHTS += [("a,1,1|b,0,0|b,1,0", 1, "column 'w': all 1 samples of the split tes
 @pytest.mark.parametrize(("rows", "test_rows", "message"), WEIGHTS)
 def test_bad_weights_and_splits_without_weight_are_refused(prepared, rows, test_rows, message):
     config = PrepareConfig(split="order", test_rows=test_rows)
-    with pytest.raises(ValueError, match=message):
-        prepared('weight = "w"', "shop,label,w", rows.split("|"), config=config)
+    refused(message, prepared, 'weight = "w"', "shop,label,w", rows.split("|"), config=config)
 
 
 def test_samples_to_predict_need_no_valid_label_or_weight(prepared, tmp_path, caplog):
@@ -127,23 +127,15 @@ def test_samples_to_predict_need_no_valid_label_or_weight(prepared, tmp_path, ca
     lines = [f"{'ab'[n % 2]},{n % 2},1.5" for n in range(10)]
     config = PrepareConfig(test_fraction=0, on_bad_row="skip")
     prepared('weight = "w"', "shop,label,w", ["b,1", *lines], config=config)
-    rows = {
-        "good": "a,1,2",
-        "no label": "b,,1",
-        "a wrong label": "new,-1,1",
-        "weights": "a,0,-1\na,0,\nnew,0,1e9",
-        "bad": "a",
-    }
-    (tmp_path / "new.csv").write_text("\n".join(["shop,label,w", *rows.values()]))
+    # A good row, no label, a wrong one, three wrong weights, and a row of too few columns.
+    rows = ["a,1,2", "b,,1", "new,-1,1", "a,0,-1", "a,0,", "new,0,1e9", "a"]
+    (tmp_path / "new.csv").write_text("\n".join(["shop,label,w", *rows]))
     schema = prepare("tabular", [tmp_path / "new.csv"], tmp_path / "new", like=tmp_path / "out")
     columns = read_split(tmp_path / "new", "test")
     assert columns["label"] == pytest.approx([1, math.nan, math.nan, 0, 0, 0], nan_ok=True)
     assert columns["sample_weight"] == [2, 1, 1, 0, 0, 0]
-    assert (schema.splits["test"].positives, schema.splits["test"].weight, sum(schema.bad_rows.values())) == (
-        (1,),
-        4,
-        1,
-    )
+    test = schema.splits["test"]
+    assert (test.positives, test.weight, sum(schema.bad_rows.values())) == ((1,), 4, 1)
     assert [record.message.partition(";")[0] for record in caplog.records] == [
         "column 'label': 2 samples have no valid label",
         "field 'shop': 2 of its ids were not seen in training, or too rarely",
@@ -152,7 +144,6 @@ def test_samples_to_predict_need_no_valid_label_or_weight(prepared, tmp_path, ca
     (tmp_path / "none.csv").write_text("shop,label,w\na,,1\nb,?,\n")
     schema = prepare("tabular", [tmp_path / "none.csv"], tmp_path / "none", like=tmp_path / "out")
     assert (schema.splits["test"].rows, schema.splits["test"].labelled) == (2, False)
+    config = PrepareConfig(on_bad_row="error")
     with pytest.raises(ValueError, match="line 8: 1 columns, must be 3"):
-        prepare(
-            "tabular", [tmp_path / "new.csv"], tmp_path / "x", PrepareConfig(on_bad_row="error"), like=tmp_path / "out"
-        )
+        prepare("tabular", [tmp_path / "new.csv"], tmp_path / "x", config, like=tmp_path / "out")
