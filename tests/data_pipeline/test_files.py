@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cowrec.data_pipeline.files import (
-    append_line,
-    earlier,
-    locked,
-    locked_folder,
-    read_lines,
-    replace_file,
-    replacing,
-)
+from cowrec.data_pipeline.files import append_line, earlier, locked, locked_folder, read_lines, replace_file, replacing
 
 
 def test_a_file_is_replaced_or_kept(tmp_path):

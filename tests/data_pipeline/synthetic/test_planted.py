@@ -11,13 +11,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
 from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_SIZES
-from cowrec.data_pipeline.synthetic.planted import (
-    PlantedModel,
-    Scales,
-    exact_auc,
-    exact_logloss,
-    expected_auc,
-)
+from cowrec.data_pipeline.synthetic.planted import PlantedModel, Scales, exact_auc, exact_logloss, expected_auc
 from raw_cases import content
 
 SMALL = {"rows": 5000, "test_rows": 2000, "vocabulary_scale": 1e-4}

@@ -13,15 +13,7 @@ from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, NoClip, attach
 from cowrec.trainer.sharded_model.build import set_product_precision
 from process_groups import process_group
 from random_problems.drawing import ADAM, Collection, Problem, Table, small_problem
-from random_problems.training import (
-    assert_equal,
-    assert_solved,
-    batches_of,
-    sharded_model,
-    state_of,
-    train,
-    train_step,
-)
+from random_problems.training import assert_equal, assert_solved, batches_of, sharded_model, state_of, train, train_step
 
 pytestmark = [
     pytest.mark.gpu,

@@ -42,11 +42,7 @@ CONFIGS = st.builds(
     when_full=st.sampled_from(["oldest", "least_frequent", "refuse"]),
     expire_after=st.sampled_from([0, 0, 1, 6, 30]),
     admission=st.sampled_from(
-        [
-            Admission(),
-            Admission("count", 3, counters=1 << 14),
-            Admission("count", 2, window=9, counters=1 << 16),
-        ]
+        [Admission(), Admission("count", 3, counters=1 << 14), Admission("count", 2, window=9, counters=1 << 16)]
     ),
 )
 
