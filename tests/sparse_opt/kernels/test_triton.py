@@ -5,12 +5,11 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from cowrec.sparse_opt import AdamConfig
 from cowrec.sparse_opt.algorithm.adam import adam_constants
@@ -139,75 +138,43 @@ def compare_training(problem: drawing.Problem) -> None:
         np.testing.assert_array_equal(got.state[key], value, err_msg=key)
 
 
-class Lookup(NamedTuple):
-    """A lookup with its ids, their weights, and the gradient of its output."""
-
-    layout: LookupLayout
-    weights: Tensor
-    bags: LookupBags
-    id_weights: Tensor
-    output_grad: Tensor
-
-
-def draw(batch: int, device: torch.device) -> Lookup:
+def draw(batch: int) -> tuple[LookupLayout, LookupBags]:
     """Tables of several widths and features, with bags of none to many ids."""
-    rng = np.random.default_rng(0)
-    rows, dims, feature_table = np.array([40, 7, 900]), np.array([5, 1, 12]), np.array([0, 1, 2, 2])
-    lengths = rng.integers(0, 5, (4, batch))
-    per_feature = []
-    for table, counts in zip(feature_table, lengths, strict=True):
-        ids = np.minimum(rng.zipf(1.5, counts.sum()) - 1, rows[table] - 1)
-        per_feature.append(ids)
-    indices = np.concatenate(per_feature)
-    width = int(dims[feature_table].sum())
-
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
-
-    layout = LookupLayout(
-        rows=tensor(rows),
-        dim=tensor(dims),
-        start=tensor(np.cumsum([0, *(rows * dims)[:-1]])),
-        first_row=tensor(np.cumsum([0, *rows[:-1]])),
-        max_dim=12,
-        size=int((rows * dims).sum()),
-        tables=3,
-        num_rows=int(rows.sum()),
-    )
-    return Lookup(
-        layout,
-        tensor(rng.normal(0, 1e-2, layout.size).astype(np.float32)),
-        BagsOfLookup(feature_table, dims, device).of(
-            {"indices": tensor(indices), "offsets": tensor(np.concatenate([[0], lengths.ravel().cumsum()]))}
-        ),
-        tensor(rng.uniform(0.5, 2, len(indices)).astype(np.float32)),
-        tensor((rng.normal(size=(batch, width)) * 10 ** rng.uniform(-3, 1, (batch, 1))).astype(np.float32)),
-    )
+    rng, feature_table = np.random.default_rng(0), np.array([0, 1, 2, 2])
+    rows, dims = torch.tensor([40, 7, 900]), torch.tensor([5, 1, 12])
+    lengths = rng.integers(0, 5, (len(feature_table), batch))
+    counts = zip(rows[feature_table].tolist(), lengths.sum(1), strict=True)
+    indices = np.concatenate([np.minimum(rng.zipf(1.5, count) - 1, own - 1) for own, count in counts])
+    starts = ((each.cumsum(0) - each) for each in (rows * dims, rows))
+    layout = LookupLayout(rows, dims, *starts, 12, int((rows * dims).sum()), len(rows), int(rows.sum()))
+    offsets = torch.from_numpy(np.concatenate([[0], lengths.ravel().cumsum()]))
+    bags = BagsOfLookup(feature_table, dims.numpy(), torch.device("cpu"))
+    return layout, bags.of({"indices": torch.from_numpy(indices), "offsets": offsets})
 
 
 def compare_outside() -> None:
     """Ids outside their tables are counted, and row 0 stands for them; so do ids outside all bags."""
     from cowrec.sparse_opt.kernels.triton_rows import find_rows_on_device
 
-    problem = draw(32, torch.device("cpu"))
-    indices, offsets = problem.bags.indices.clone(), problem.bags.offsets
+    layout, bags = draw(32)
+    indices, offsets = bags.indices.clone(), bags.offsets
     ends = offsets[32::32]
     for position, value in ((0, -1), (int(ends[0]), 7), (len(indices) - 1, 900), (len(indices) - 2, 1 << 40)):
         indices[position] = value
     outside = torch.zeros(3, dtype=torch.int64)
-    ids = find_rows_on_device(problem.layout, problem.bags._replace(indices=indices), outside)
+    ids = find_rows_on_device(layout, bags._replace(indices=indices), outside)
     assert outside.tolist() == [1, 1, 2]
     indices[[0, int(ends[0]), -1, -2]] = 0
-    expected = find_rows(problem.layout, problem.bags._replace(indices=indices))
+    expected = find_rows(layout, bags._replace(indices=indices))
     assert_equal_ids(ids, expected)
     # Ids after the last bag belong to it, as in FBGEMM, and need not be neighbours in memory.
-    strided = problem.bags._replace(indices=torch.stack([indices, indices + 1], dim=1)[:, 0], offsets=offsets.clone())
+    strided = bags._replace(indices=torch.stack([indices, indices + 1], dim=1)[:, 0], offsets=offsets.clone())
     strided.offsets[-1] -= 1
-    assert_equal_ids(find_rows_on_device(problem.layout, strided, outside), expected)
+    assert_equal_ids(find_rows_on_device(layout, strided, outside), expected)
     strided.offsets[:] = strided.offsets.flip(0)  # no rows outside the tables
-    rows = find_rows_on_device(problem.layout, strided, outside).row
+    rows = find_rows_on_device(layout, strided, outside).row
     assert (rows >= 0).all()
-    assert (rows < problem.layout.num_rows).all()
+    assert (rows < layout.num_rows).all()
 
 
 def compare_far() -> None:
