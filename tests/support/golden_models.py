@@ -21,9 +21,9 @@ def model_name(file: Path) -> str:
     return "dcnv2" if tag == "dcnmatrix" else tag
 
 
-def golden_model(name: str, golden: Mapping[str, np.ndarray], state: str = "s0") -> nn.Module:
-    """Builds the network ``name`` in the recording's precision, unsharded, with the weights ``<state>/w/*``."""
-    weights = {key.rpartition("/")[2]: golden[key] for key in golden if key.startswith(f"{state}/w/")}
+def golden_model(name: str, golden: Mapping[str, np.ndarray]) -> nn.Module:
+    """Builds the network ``name`` in the recording's precision, unsharded, with the weights ``s0/w/*``."""
+    weights = {key.rpartition("/")[2]: golden[key] for key in golden if key.startswith("s0/w/")}
     dim = int(golden["hp/dim"])
     rows = {field: len(weights[f"sparse_emb_{field}__embeddings"]) for field in FIELDS}
     tables = [EmbeddingBagConfig(rows[field], physical_dim(dim), name=field, feature_names=[field]) for field in FIELDS]
@@ -42,9 +42,8 @@ def golden_model(name: str, golden: Mapping[str, np.ndarray], state: str = "s0")
 def golden_batch(golden: Mapping[str, np.ndarray], step: int) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
     """Dense features, ids and labels of the batch that training step ``step + 1`` used."""
     ids = np.concatenate([golden[f"batch/{field}"][step] for field in FIELDS])
-    sparse = KeyedJaggedTensor(
-        keys=list(FIELDS), values=torch.from_numpy(ids), lengths=torch.ones(len(ids), dtype=torch.int32)
-    )
+    lengths = torch.ones(len(ids), dtype=torch.int32)
+    sparse = KeyedJaggedTensor(list(FIELDS), torch.from_numpy(ids), lengths=lengths)
     dense = torch.from_numpy(np.stack([golden[f"batch/{name}"][step] for name in DENSE], axis=1))
     return dense, sparse, torch.from_numpy(golden["batch/label"][step])
 
