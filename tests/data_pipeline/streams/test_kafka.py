@@ -31,11 +31,16 @@ def read(source, count):
     return contents(polled(source, count))
 
 
+def topic(broker, name, count, partitions=1):
+    """Makes a topic with so many messages; returns its address."""
+    broker.create(name, partitions)
+    broker.send_messages(name, lines(numbered(0, count)))
+    return f"kafka://{broker.address}/{name}"
+
+
 def test_partitions_added_while_running_are_read_from_their_beginning(broker, monkeypatch, caplog):
     monkeypatch.setattr(brokers, "PARTITIONS_SECONDS", 0.2)
-    broker.create("grows", 1)
-    broker.send_messages("grows", lines(numbered(0, 5)))
-    source = open_source(f"kafka://{broker.address}/grows")
+    source = open_source(topic(broker, "grows", 5))
     assert read(source, 5) == [0, 1, 2, 3, 4]
     broker.add_partitions("grows", 3)
     broker.send_messages("grows", lines(numbered(100, 105)), partition=2)
@@ -49,9 +54,7 @@ def test_partitions_added_while_running_are_read_from_their_beginning(broker, mo
 
 def test_chunks_are_bounded_in_bytes(broker, monkeypatch):
     monkeypatch.setattr("cowrec.data_pipeline.streams.source.CHUNK_BYTES", 1000)
-    broker.create("large")
-    broker.send_messages("large", lines(numbered(0, 200)))
-    source = open_source(f"kafka://{broker.address}/large")
+    source = open_source(topic(broker, "large", 200))
     chunks = polled(source, 200)
     assert contents(chunks) == list(range(200))
     assert contents(source.read("0", each.start, each.end) for each in chunks) == list(range(200))
@@ -62,10 +65,8 @@ def test_chunks_are_bounded_in_bytes(broker, monkeypatch):
 def test_a_broker_that_ends_and_comes_back_loses_nothing(broker, codec, tmp_path, caplog):
     """It is ended, and then frozen; the stream waits, and warns a few times rather than with each attempt."""
     caplog.set_level(logging.INFO)
-    broker.create("outage")
-    broker.send_messages("outage", lines(numbered(0, 10)))
-    options = {"batch_size": 5, "journal": tmp_path / "journal"}
-    stream = SampleStream(open_source(f"kafka://{broker.address}/outage"), codec, **options)
+    source = open_source(topic(broker, "outage", 10))
+    stream = SampleStream(source, codec, batch_size=5, journal=tmp_path / "journal")
     assert returned(stream, 10) == list(range(10))
     broker.send(signal.SIGTERM)
     end = time.monotonic() + 1
@@ -85,10 +86,7 @@ def test_a_broker_that_ends_and_comes_back_loses_nothing(broker, codec, tmp_path
 
 
 def test_retention_counts_what_was_not_read_and_refuses_to_repeat_what_is_gone(broker, codec, tmp_path, caplog):
-    broker.create("retention")
-    broker.send_messages("retention", lines(numbered(0, 10)))
-    options = {"batch_size": 5, "journal": tmp_path / "journal"}
-    address = f"kafka://{broker.address}/retention"
+    address, options = topic(broker, "retention", 10), {"batch_size": 5, "journal": tmp_path / "journal"}
     stream = SampleStream(open_source(address), codec, **options)
     assert returned(stream, 10) == list(range(10))
     stream.close()
@@ -118,9 +116,7 @@ def test_offsets_without_a_message_are_skipped_also_when_the_journal_is_repeated
 
 
 def test_positions_beyond_the_topic_are_an_error(broker):
-    broker.create("short", 2)
-    broker.send_messages("short", lines(numbered(0, 5)))
-    source = open_source(f"kafka://{broker.address}/short")
+    source = open_source(topic(broker, "short", 5, partitions=2))
     source.seek({"0": 50})
     refused("ends at offset 5, but was read up to 50", source.poll, 10, 20)
     refused("has no partition 77", source.seek, {"77": 0})
