@@ -103,6 +103,7 @@ def test_batches_are_identical_after_a_crash(tmp_path_factory, codec, case, data
     folder = tmp_path_factory.mktemp("crash")
     write_all(folder / "in", samples, sizes)
     options = {
+        "journal": folder / "journal",
         "batch_size": data.draw(st.integers(1, 9)),
         "lateness_seconds": data.draw(st.integers(0, 20)),
         "duplicates_window": data.draw(st.integers(0, 6)),
@@ -111,9 +112,7 @@ def test_batches_are_identical_after_a_crash(tmp_path_factory, codec, case, data
     }
 
     def opened(position=None):
-        return SampleStream(
-            DirectorySource(folder / "in"), codec, journal=folder / "journal", position=position, **options
-        )
+        return SampleStream(DirectorySource(folder / "in"), codec, position=position, **options)
 
     reference = opened()
     uninterrupted = list(reference)
@@ -156,12 +155,10 @@ def test_random_events_are_repeated_from_the_journal_before_the_stream_continues
             kept[len(returned)] = batch.end
     assert stream.counters["flushes"] > 0, "otherwise the test shows nothing"
     for snapshot in (0, 1, 5, 12, 20):
-        source = RandomSource(partitions, random.Random(99))
-        again = SampleStream(source, codec, **{**options, "position": kept[snapshot]})
-        repeated = [again.next_batch(0) for _ in range(20 - snapshot)]
-        same(repeated, returned[snapshot:])
+        again = SampleStream(RandomSource(partitions, random.Random(99)), codec, **options, position=kept[snapshot])
+        same([again.next_batch(0) for _ in range(20 - snapshot)], returned[snapshot:])
         again.close()
-    remaining = list(SampleStream(RandomSource(partitions, chance), codec, **{**options, "position": kept[20]}))
+    remaining = list(SampleStream(RandomSource(partitions, chance), codec, **options, position=kept[20]))
     expected = [p * 100 + n for p in range(3) for n in range(60)]
     assert sorted(all_numbers(returned + remaining)) == expected
 
@@ -297,9 +294,7 @@ def returned(codec, times, **options):
     """The batches' samples and the stream, of samples that arrive at these times."""
     source = RandomSource({"p": lines(map(sample, range(len(times)), times))}, random.Random(0))
     stream = SampleStream(source, codec, batch_size=50, **options)
-    return [
-        (number, int(time)) for batch in stream for number, time in zip(numbers(batch), batch.block.time, strict=True)
-    ], stream
+    return [pair for each in stream for pair in zip(numbers(each), each.block.time.tolist(), strict=True)], stream
 
 
 def test_arrays_of_any_kind_use_the_same_compiled_loop():
