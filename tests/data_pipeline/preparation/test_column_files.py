@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, prepare
 from raw_cases import TIMED_SCHEMA, content, read_split
+from refusal import refused
 
 DAY = datetime.date(2024, 2, 29)
 UTC = pa.timestamp("us", "UTC")
@@ -35,6 +36,7 @@ NUMBERS = [
     (st.floats(-1e9, 1e9), [pa.float64()]),
     (st.decimals(-1000, 1000, places=3).map(lambda each: each + decimal.Decimal(0)), [pa.decimal128(9, 3)]),
 ]
+TIMES = [pa.int64(), pa.timestamp("s"), pa.timestamp("s", "UTC")]
 WEIGHTS = st.sampled_from([0.5, 1.0, -2.0])
 
 
@@ -80,9 +82,7 @@ def tables(draw):
     columns = {
         "unused": pa.array([{"deep": [1]}] * rows),
         "click": pa.array(label).cast(draw(st.sampled_from([pa.int32(), pa.bool_(), pa.float64(), pa.int8()]))),
-        "seen at": pa.array(times).cast(
-            draw(st.sampled_from([pa.int64(), pa.timestamp("s"), pa.timestamp("s", "UTC")]))
-        ),
+        "seen at": pa.array(times).cast(draw(st.sampled_from(TIMES))),
         "price": flat(NUMBERS),
         "city": flat(IDS),
         "tags": pa.array(tags, draw(st.sampled_from(kinds))),
@@ -158,16 +158,15 @@ def test_columns_of_any_type_equal_their_text(tmp_path_factory, tables, data):
 def samples(tmp_path):
     """A Parquet file of 100 samples in ten row groups, and its table."""
     rows = range(100)
-    table = pa.table(
-        {
-            "click": [row % 2 for row in rows],
-            "seen at": list(rows),
-            "price": [float(row) for row in rows],
-            "city": [f"c{row % 7}" for row in rows],
-            "tags": [[f"t{row % 3}"] for row in rows],
-            "past views": [[{"id": row % 5, "weight": 1.0}] for row in rows],
-        }
-    )
+    columns = {
+        "click": [row % 2 for row in rows],
+        "seen at": list(rows),
+        "price": [float(row) for row in rows],
+        "city": [f"c{row % 7}" for row in rows],
+        "tags": [[f"t{row % 3}"] for row in rows],
+        "past views": [[{"id": row % 5, "weight": 1.0}] for row in rows],
+    }
+    table = pa.table(columns)
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     (tmp_path / "schema.toml").write_text(TIMED_SCHEMA)
     return table
@@ -196,8 +195,8 @@ def test_new_samples_have_the_ids_of_the_vocabulary(tmp_path, samples):
         assert schema.splits["test"].labelled == (name == "a")
         found, expected = read_split(tmp_path / name, "test"), read_split(tmp_path / "out", "train")
         assert all(found[each] == expected[each] for each in expected if each != "label")
-    with pytest.raises(ValueError, match=r"b\.parquet has no label 'click', but other files have"):
-        prepare("tabular", [f"{tmp_path}/?.parquet"], tmp_path / "c", like=tmp_path / "out")
+    message, both = r"b\.parquet has no label 'click', but other files have", [f"{tmp_path}/?.parquet"]
+    refused(message, prepare, "tabular", both, tmp_path / "c", like=tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
@@ -255,8 +254,7 @@ def test_types_that_do_not_mean_the_same_are_refused(tmp_path, samples):
     for name, values in (("b", [True] * 100), ("c", [1] * 100)):
         pq.write_table(with_column(samples, "city", pa.array(values)), tmp_path / f"{name}.parquet")
     message = r"c\.parquet: column 'city' has the type int64, but bool in .*b\.parquet: a number there is another value"
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path, "a.parquet", "b.parquet", "c.parquet")
+    refused(message, run, tmp_path, "a.parquet", "b.parquet", "c.parquet")
     run(tmp_path, "a.parquet", "b.parquet")
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare, work_bytes
 from cowrec.data_pipeline.encoding import bucket_ids
 from raw_cases import NULLS_SCHEMA, fnv_splitmix, prepare_text, raw_rows, read_split, write_criteo, write_rows
+from refusal import refused
 
 ONE_FIELD = "header = false\ncolumns = ['label', 'x']\nfields = [{{name = 'x', kind = '{}'}}]"
 
@@ -154,26 +155,19 @@ def test_unlabelled_files_are_prepared_like_an_earlier_data_set(tmp_path):
     old, new = read_split(tmp_path / "out", "train"), read_split(tmp_path / "new", "test")
     assert all(math.isnan(label) for label in new.pop("label"))
     assert new == {name: values[:40] for name, values in old.items() if name != "label"}
-    with pytest.raises(ValueError, match="39 columns, must be 40"):
-        prepare("criteo", [tmp_path / "test.txt"], tmp_path / "trained on it")
+    refused("39 columns, must be 40", prepare, "criteo", [tmp_path / "test.txt"], tmp_path / "trained on it")
 
 
 def test_a_data_set_prepared_like_another_can_be_imitated(tmp_path):
     write_criteo(tmp_path / "raw", 50)
-    done = {"a": 0, "b": 0}
-
-    def progress(name):
-        return lambda count: done.update({name: done[name] + count})
-
-    first = prepare("criteo", [tmp_path / "raw"], tmp_path / "a", progress=progress("a"))
-    second = prepare("criteo", [tmp_path / "raw"], tmp_path / "b", like=tmp_path / "a", progress=progress("b"))
-    raw = [tmp_path / "raw"]
-    assert done == {"a": work_bytes(raw), "b": work_bytes(raw, like=tmp_path / "a")}
-    third = prepare("criteo", [tmp_path / "raw"], tmp_path / "c", like=tmp_path / "b")
+    raw, done, done_again = [tmp_path / "raw"], [], []
+    first = prepare("criteo", raw, tmp_path / "a", progress=done.append)
+    second = prepare("criteo", raw, tmp_path / "b", like=tmp_path / "a", progress=done_again.append)
+    assert (sum(done), sum(done_again)) == (work_bytes(raw), work_bytes(raw, like=tmp_path / "a"))
+    third = prepare("criteo", raw, tmp_path / "c", like=tmp_path / "b")
     assert first.sparse == second.sparse == third.sparse
     assert read_split(tmp_path / "b", "test") == read_split(tmp_path / "c", "test")
-    with pytest.raises(ValueError, match="has the layout 'criteo'; 'avazu' cannot be prepared like it"):
-        prepare("avazu", [tmp_path / "raw"], tmp_path / "d", like=tmp_path / "a")
+    message = "has the layout 'criteo'; 'avazu' cannot be prepared like it"
+    refused(message, prepare, "avazu", raw, tmp_path / "d", like=tmp_path / "a")
     (tmp_path / "a" / "vocabulary" / "C3.parquet").unlink()
-    with pytest.raises(ValueError, match=r"C3\.parquet is missing or damaged"):
-        prepare("criteo", [tmp_path / "raw"], tmp_path / "d", like=tmp_path / "a")
+    refused(r"C3\.parquet is missing or damaged", prepare, "criteo", raw, tmp_path / "d", like=tmp_path / "a")

@@ -20,9 +20,8 @@ DAY = 86_400
 def prepared(folder, times, output="out", schema=SCHEMA, files=1, **config):
     """Prepares a sample at each time; returns the schema and the sample numbers of each split."""
     lines = [f"{n % 2},s{n % 3},{time}" for n, time in enumerate(times)]
-    texts = [
-        "\n".join(["label,shop,at", *lines[n * len(lines) // files :][: len(lines) // files]]) for n in range(files)
-    ]
+    parts = [lines[n * len(lines) // files :][: len(lines) // files] for n in range(files)]
+    texts = ["\n".join(["label,shop,at", *part]) for part in parts]
     config = PrepareConfig(shard_rows=max(7, len(lines) // 20), **config)
     made = prepare_text(folder, schema, *texts, output=output, config=config, overwrite=True)
     return made, {name: read_split(folder / output, name)["sample_number"] for name in made.splits}
@@ -64,11 +63,11 @@ def test_dates_divide_samples(tmp_path):
     assert made.splits.keys() == set(SPLITS)
     _, found = prepared(tmp_path, times, split="time", test_from=1714521600)
     assert found == {"train": [0, 3, 5], "test": [1, 2, 4]}
-    with pytest.raises(ValueError, match="no sample is in the split test; check test_from"):
-        prepared(tmp_path, times, split="time", test_from="2030-01-01")
+    message = "no sample is in the split test; check test_from"
+    refused(message, prepared, tmp_path, times, split="time", test_from="2030-01-01")
     refused("6 samples have 1 different times, too few", prepared, tmp_path, ["2024-04-30"] * 6, split="time")
-    with pytest.raises(ValueError, match="needs the times of samples: name their column"):
-        prepared(tmp_path, times, split="time", schema=SCHEMA.replace('time = "at"', ""))
+    untimed = SCHEMA.replace('time = "at"', "")
+    refused("needs the times of samples: name their column", prepared, tmp_path, times, split="time", schema=untimed)
 
 
 def test_order_and_random_splits_have_validation_samples(tmp_path):
@@ -158,6 +157,6 @@ def test_files_of_splits(tmp_path):
     assert split([day["a"], day["b"]], validation=[day["c"]], test=[day["d"]]) == expected
     expected = {"train": list(range(5)), "test": list(range(5, 14))}
     assert split([day["a"]], test=[tmp_path / "[bcd].csv"]) == expected
-    with pytest.raises(ValueError, match="files of the splits are for a new data set; give those of the test split"):
-        split([day["a"]], validation=[day["b"]])
+    message = "files of the splits are for a new data set; give those of the test split"
+    refused(message, split, [day["a"]], validation=[day["b"]])
     refused(r"a\.csv is given twice", split, [day["a"]], test=[day["a"]])
