@@ -41,10 +41,9 @@ CASES = {
 }
 
 
-def fused_params(case: Problem) -> dict[str, Any] | None:
-    if not case.optimizer.startswith("half"):
-        return None
-    return {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1, "output_dtype": SparseType.FP16}
+def model_of(case: Problem) -> nn.Module:
+    half = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1, "output_dtype": SparseType.FP16}
+    return sharded_model(case, fused_params=half if case.optimizer.startswith("half") else None)
 
 
 def attach(model: nn.Module, case: Problem, **scaler: Any) -> Any:
@@ -65,14 +64,18 @@ def scaled_step(model: nn.Module, case: Problem, step: int, scaler: GradScaler, 
         bags = drawn[0]["a"]
         drawn[0]["target a"][next(sample for sample, (ids, _) in enumerate(bags) if len(ids)), 0] = np.inf
     batch = batch_of(case, drawn, rank * size, (rank + 1) * size)
-    scaled = scaler.scale(model.module(batch)[0] * (kind != "zeros"))
-    assert isinstance(scaled, torch.Tensor)
-    scaled.backward()
+    scaler.scale(model.module(batch)[0] * (kind != "zeros")).backward()
+
+
+def dense_step(scaler: GradScaler, dense: torch.optim.Optimizer) -> None:
+    scaler.step(dense)
+    scaler.update()
+    dense.zero_grad()
 
 
 def trained(case: Problem, scale: float, kinds: Sequence[str] = ("", "", "")) -> dict[str, np.ndarray]:
     """Tables on the first rank, and moments, after training a case under a scale, 0 for none."""
-    model = sharded_model(case, fused_params=fused_params(case))
+    model = model_of(case)
     scaler = GradScaler("cpu", init_scale=scale or 1.0, enabled=scale > 0)
     attached = attach(model, case, grad_scaler=scaler)
     dense = dense_optimizer(case, model)
@@ -80,9 +83,7 @@ def trained(case: Problem, scale: float, kinds: Sequence[str] = ("", "", "")) ->
         if kind != "left out":
             scaled_step(model, case, step, scaler, kind)
             if not isinstance(attached, EmbeddingAdam):
-                scaler.step(dense)
-                scaler.update()
-                dense.zero_grad()
+                dense_step(scaler, dense)
     return state_of(model, attached)
 
 
@@ -93,8 +94,7 @@ def test_weights_do_not_depend_on_the_scale(group: None, name: str) -> None:
     case, tolerance = CASES[name], 0.0
     if name.startswith("half"):
         case, tolerance = small_problem(optimizer="sgd" if case.optimizer == "half" else "lazy"), 5e-3
-    pairs = zip(trained(case, 0).values(), trained(CASES[name], 2.0**10).values(), strict=True)
-    for unscaled, scaled in pairs:
+    for unscaled, scaled in zip(trained(case, 0).values(), trained(CASES[name], 2.0**10).values(), strict=True):
         np.testing.assert_allclose(scaled, unscaled, rtol=tolerance, atol=tolerance * np.abs(unscaled).max())
 
 
@@ -118,16 +118,14 @@ def test_an_overflow_in_one_of_several_passes_leaves_the_step_out(group: None, s
         before = state_of(model)
         for kind in kinds:
             scaled_step(model, case, 0, scaler, kind)
-        scaler.step(dense)
-        scaler.update()
-        dense.zero_grad()
+        dense_step(scaler, dense)
         for key, got in state_of(model).items():
             assert np.array_equal(got, before[key]) == ("overflow" in kinds)
 
 
 def test_half_outputs_are_not_accumulated_under_a_scale(group: None) -> None:
     case = CASES["half outputs"]
-    model, scaler = sharded_model(case, fused_params=fused_params(case)), GradScaler("cpu")
+    model, scaler = model_of(case), GradScaler("cpu")
     attach(model, case, grad_scaler=scaler).accumulate(2)
     with pytest.raises(ValueError, match=r"table 't0' has outputs in half precision, .* over several passes"):
         scaled_step(model, case, 0, scaler)
@@ -182,11 +180,9 @@ def test_an_unnamed_scaler_is_reported_once(group: None) -> None:
     assert not first_backward(GradScaler("cpu", enabled=False))
 
 
-@pytest.mark.parametrize(
-    "case", [small_problem(optimizer="half", **SINGLE), small_problem(optimizer="half", sequence=True)]
-)
+@pytest.mark.parametrize("case", [small_problem(optimizer="half", **each) for each in (SINGLE, {"sequence": True})])
 def test_half_precision_outputs_that_would_hold_unscaled_gradients_are_refused(group: None, case: Problem) -> None:
-    model = sharded_model(case, fused_params=fused_params(case))
+    model = model_of(case)
     single = {"single_id_bags": case.single_id_bags}
     with pytest.raises(ValueError, match=r"'t0' has outputs in half precision.*cannot hold that of the unscaled loss"):
         attach_cowclip(model, RULE, **single, grad_scaler=GradScaler("cpu"))
@@ -202,7 +198,6 @@ def test_unscaling_does_not_wait_for_the_device(group: None) -> None:
         unscaled = LossScale(GradScaler("cpu")).unscaled(clipped, LookupBackward(bags, None, grad))
         assert unscaled.backward.output_grad.dtype == torch.float32
         for each in (unscaled.backward.output_grad, unscaled.scaled_grad, unscaled.factor, unscaled.finite):
-            assert each is not None
             assert each.is_cuda
         with pytest.raises(DataDependentOutputException):
             grad.isfinite().all().item()
