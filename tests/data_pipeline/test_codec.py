@@ -201,9 +201,7 @@ def test_malformed_lines_do_not_affect_others(codec, lines, bad):
 
 
 def test_a_column_that_no_sample_has_is_an_error(codec):
-    samples = [good_sample() for _ in range(40)]
-    for sample in samples:
-        del sample["tags"]
+    samples = [{key: value for key, value in good_sample().items() if key != "tags"}] * 40
     lines = [json.dumps(sample).encode() for sample in samples]
     for raw in (codec.from_json(lines), codec.from_objects(samples)):
         refused("no sample has the column 'tags'", codec.encode, raw)
