@@ -259,30 +259,24 @@ def refusals(problem: Problem) -> list[str]:
 
 def lookups_of(problem: Problem, rank: int) -> list[tuple[Any, ...]]:
     """What distinguishes the lookups of a rank, except those of data-parallel tables."""
-    return list(
-        dict.fromkeys(
-            (c, table.plan, table.dtype, table.pooling)
-            for c, _, table in problem.tables()
-            if table.plan != "data_parallel" and rank in table.ranks(problem.world)
-        )
-    )
+    kinds = [
+        (c, table.plan, table.dtype, table.pooling)
+        for c, _, table in problem.tables()
+        if table.plan != "data_parallel" and rank in table.ranks(problem.world)
+    ]
+    return list(dict.fromkeys(kinds))
 
 
 def has_opposite_lookups(problem: Problem) -> bool:
     """True if two ranks look up column shards of two kinds of tables in opposite orders."""
     orders = set()
     for rank in range(problem.world):
-        kinds = dict.fromkeys(
-            (c, table.dtype, table.pooling)
+        here = [
+            ((c, table.dtype, table.pooling), table.splits_columns)
             for c, _, table in problem.tables()
             if table.plan == "column_wise" and rank in table.ranks(problem.world)
-        )
-        split = {
-            (c, table.dtype, table.pooling)
-            for c, _, table in problem.tables()
-            if table.splits_columns and rank in table.ranks(problem.world)
-        }
-        order = [each for each in kinds if each in split]
+        ]
+        order = [kind for kind in dict.fromkeys(kind for kind, _ in here) if (kind, True) in here]
         orders |= {(one, other) for n, one in enumerate(order) for other in order[n + 1 :]}
     return any((other, one) in orders for one, other in orders)
 
@@ -372,22 +366,14 @@ def _collections(draw: st.DrawFn, world: int, optimizer: str, single: bool, pass
         number = len(tables)
         # Features of their own, and one that several tables may have.
         features = draw(st.sampled_from([[f"f{number}"], [f"f{number}"], [f"f{number}", f"g{number}"], ["shared"]]))
-        least = world if own in ("row_wise", "table_row_wise") else 1
+        least = world if own in ("row_wise", "table_row_wise") else 1  # FBGEMM has no lookup without rows on CPU
         half = not (varies or own in ("data_parallel", "dense")) and draw(st.integers(0, 9)) == 0
-        tables.append(
-            Table(
-                # FBGEMM has no lookup without rows on CPU.
-                rows=draw(st.one_of(st.integers(least, 6), st.integers(least, 300))),
-                dim=dim,
-                features=tuple(features),
-                pooling=draw(st.sampled_from(poolings)) if pooling == "mixed" else pooling,
-                plan=own,
-                shards=tuple(draw(_column_shards(world, dim, shard_dim)))
-                if own == "column_wise"
-                else ((draw(st.integers(0, world - 1)), 0),),
-                dtype="float16" if half else "float32",
-            )
-        )
+        rows = draw(st.one_of(st.integers(least, 6), st.integers(least, 300)))
+        own_pooling = draw(st.sampled_from(poolings)) if pooling == "mixed" else pooling
+        on_one = [(draw(st.integers(0, world - 1)), 0)] if own != "column_wise" else []
+        shards = tuple(on_one or draw(_column_shards(world, dim, shard_dim)))
+        dtype = "float16" if half else "float32"
+        tables.append(Table(rows, dim, tuple(features), own_pooling, own, shards, dtype))
     max_ids = 1 if single and not sequence else draw(st.integers(1, 6))
     return Collection(tuple(tables), sequence, weighted, varies, max_ids)
 
@@ -423,10 +409,5 @@ def _clip_columns(draw: st.DrawFn, collections: Sequence[Collection], optimizer:
     dims = [each.dim for collection in collections for each in collection.tables]
     if draw(st.booleans()):
         return draw(st.integers(1, min(dims) if draw(st.integers(0, 4)) else max(dims)))
-    named = [
-        (c, t, draw(st.integers(1, table.dim)))
-        for c, collection in enumerate(collections)
-        for t, table in enumerate(collection.tables)
-        if draw(st.booleans())
-    ]
-    return tuple(named)
+    tables = [(c, t, table) for c, each in enumerate(collections) for t, table in enumerate(each.tables)]
+    return tuple((c, t, draw(st.integers(1, table.dim))) for c, t, table in tables if draw(st.booleans()))

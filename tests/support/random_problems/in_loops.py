@@ -9,6 +9,7 @@ import numpy as np
 from random_problems.drawing import Collection, Problem
 
 Arrays = dict[str, np.ndarray]
+Key = tuple[int, int]  # of a collection and a table in it
 ROUNDING = {"float32": (2.0**-24, 0.0), "float16": (2.0**-11, 2.0**-25)}
 """Relative error, and absolute error of the smallest numbers."""
 ROW_SHARDED = ("row_wise", "table_row_wise")
@@ -113,7 +114,6 @@ class _Loops:
         return values * (1 + relative * self._noise(values)) + absolute * self._noise(values)
 
     def _noise(self, values: np.ndarray) -> np.ndarray:
-        assert self._rng is not None
         return self._rng.uniform(-1, 1, values.shape)
 
     def _take(self, step: int, batch: list[dict[str, Any]]) -> None:
@@ -137,7 +137,7 @@ class _Loops:
             dtype = problem.collections[key[0]].tables[key[1]].dtype
             weights[moved[key]] = self._rounded(weights[moved[key]], dtype)
 
-    def _factors(self, grads: dict, counts: dict, moved: dict) -> dict[tuple[int, int], np.ndarray]:
+    def _factors(self, grads: dict, counts: dict, moved: dict) -> dict[Key, np.ndarray]:
         """Clip factor of each row."""
         problem = self.problem
         norms, weight_norms = {}, {}
@@ -172,7 +172,7 @@ class _Loops:
             self._count(key, counts[key] > 0, norm, limit)
         return factors
 
-    def _count(self, key: tuple[int, int], present: np.ndarray, norm: np.ndarray, limit: np.ndarray) -> None:
+    def _count(self, key: Key, present: np.ndarray, norm: np.ndarray, limit: np.ndarray) -> None:
         name = self._names[key]
         least, most = self.clipped[name]
         is_half = self.problem.collections[key[0]].tables[key[1]].dtype == "float16"
@@ -182,9 +182,7 @@ class _Loops:
         perhaps = present & (norm > limit * (1 - margin))
         self.clipped[name] = (least + int(surely.sum()), most + int(perhaps.sum()))
 
-    def _update(
-        self, key: tuple[int, int], step: int, weights: np.ndarray, grad: np.ndarray, moved: np.ndarray
-    ) -> None:
+    def _update(self, key: Key, step: int, weights: np.ndarray, grad: np.ndarray, moved: np.ndarray) -> None:
         problem, (first, second) = self.problem, self._moments[key]
         if problem.wide:
             weights, grad, first, second = (each[:, : problem.columns(*key)] for each in (weights, grad, first, second))
@@ -213,7 +211,7 @@ class _Loops:
             first[:] = self._rounded(first + squares)
             weights -= self._rounded(problem.lr * grad / (np.sqrt(first) + problem.eps))
 
-    def _update_wide(self, key: tuple[int, int], weights: np.ndarray, grad: np.ndarray) -> None:
+    def _update_wide(self, key: Key, weights: np.ndarray, grad: np.ndarray) -> None:
         """FTRL-Proximal of McMahan et al. 2013, Algorithm 1, with lambda_1 = lambda_2 = 0, on the sum of the losses."""
         assert self.problem.wide
         alpha, beta = self.problem.wide

@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -32,7 +33,6 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import (
     EnumerableShardingSpec,
     ParameterSharding,
-    ShardingEnv,
     ShardingPlan,
     ShardMetadata,
 )
@@ -97,7 +97,6 @@ class Trainers:
                 if not ready:
                     raise RuntimeError(f"ranks {[self._pipes.index(pipe) for pipe in missing]} do not answer")
                 for pipe in ready:
-                    assert isinstance(pipe, Connection)
                     answer = pipe.recv()
                     if isinstance(answer, str):
                         raise RuntimeError(f"rank {self._pipes.index(pipe)} failed:\n{answer}")
@@ -163,7 +162,6 @@ def train(problem: Problem, device: torch.device = CPU) -> Trained:
     if any(of_ranks):
         assert all(of_ranks), f"refused by some ranks alone: {of_ranks}"
         return Trained({}, {}, max(of_ranks))
-    assert optimizer is not None
     for clipped in lookups_of(optimizer):
         run_on(problem.backend, clipped)
     optimizer.accumulate(problem.passes)
@@ -324,8 +322,7 @@ def sharded_model(
         for t, each in enumerate(collection.tables):
             if each.plan == "table_row_wise":
                 plan[f"c{c}"][f"t{t}"].compute_kernel = "fused"  # its generator lacks the argument
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    model = DistributedModelParallel(network, env=env, device=device, plan=ShardingPlan(plan=plan), sharders=sharders)
+    model = DistributedModelParallel(network, device=device, plan=ShardingPlan(plan=plan), sharders=sharders)
     initial = problem.initial()
     for key, value in model.state_dict().items():
         if key.endswith(".weight"):
@@ -359,16 +356,11 @@ def _generator(table: Table, device: torch.device, hosted: int) -> Any:
     def plan(param: nn.Parameter, *_: Any) -> ParameterSharding:
         firsts = np.cumsum([0, *(columns for _, columns in table.shards)]).tolist()
         height = -(-table.rows // parts)
-        shards = [
-            ShardMetadata(
-                [height * part, first],
-                [min(height, table.rows - height * part), columns],
-                f"rank:{rank + part}/{device}",
-            )
-            for first, (rank, columns) in zip(firsts, table.shards, strict=False)
-            for part in range(parts)
-        ]
-        ranks = [rank + part for rank, _ in table.shards for part in range(parts)]
+        shards, ranks = [], []
+        for (first, (rank, columns)), part in product(zip(firsts, table.shards, strict=False), range(parts)):
+            size = [min(height, table.rows - height * part), columns]
+            shards.append(ShardMetadata([height * part, first], size, f"rank:{rank + part}/{device}"))
+            ranks.append(rank + part)
         return ParameterSharding(table.plan, "fused", ranks, EnumerableShardingSpec(shards))
 
     return plan
@@ -376,17 +368,11 @@ def _generator(table: Table, device: torch.device, hosted: int) -> Any:
 
 def _unsharded(collection: Collection) -> EmbeddingBagCollection | EmbeddingCollection:
     kind: Any = EmbeddingConfig if collection.sequence else EmbeddingBagConfig
-    tables = [
-        kind(
-            name=f"t{t}",
-            num_embeddings=each.rows,
-            embedding_dim=each.dim,
-            feature_names=list(each.features),
-            data_type=DTYPES[each.dtype],
-            **({} if collection.sequence else {"pooling": PoolingType(each.pooling.upper())}),
-        )
-        for t, each in enumerate(collection.tables)
-    ]
+    tables = []
+    for t, each in enumerate(collection.tables):
+        more = {} if collection.sequence else {"pooling": PoolingType(each.pooling.upper())}
+        more |= {"feature_names": list(each.features), "data_type": DTYPES[each.dtype]}
+        tables.append(kind(name=f"t{t}", num_embeddings=each.rows, embedding_dim=each.dim, **more))
     if collection.sequence:
         return EmbeddingCollection(tables=tables, device=torch.device("meta"))
     return EmbeddingBagCollection(tables=tables, is_weighted=collection.weighted, device=torch.device("meta"))
@@ -396,13 +382,8 @@ def batches_of(problem: Problem) -> list[list[_Batch]]:
     """Batches of this rank's passes, [step][pass]."""
     of_rank = problem.passes * problem.pass_size
     first = dist.get_rank() * of_rank
-    return [
-        [
-            batch_of(problem, drawn, lo, lo + problem.pass_size)
-            for lo in range(first, first + of_rank, problem.pass_size)
-        ]
-        for drawn in problem.batches()
-    ]
+    firsts = range(first, first + of_rank, problem.pass_size)
+    return [[batch_of(problem, drawn, lo, lo + problem.pass_size) for lo in firsts] for drawn in problem.batches()]
 
 
 def batch_of(problem: Problem, drawn: list[dict[str, Any]], lo: int, hi: int) -> _Batch:
