@@ -38,8 +38,8 @@ class Towers(nn.Module):
         return {f"{name}.{key}": own for name, each in self.named_children() for key, own in state_of(each).items()}
 
 
-def step_of(model: nn.Module, optimizer: EmbeddingAdam, tower: str, step: int, lr: float) -> None:
-    optimizer.lr = lr
+def step_of(model: nn.Module, optimizer: EmbeddingAdam, tower: str, step: int) -> None:
+    optimizer.lr = schedule(step)
     train_step(TOWERS[tower], model, step)
 
 
@@ -51,7 +51,7 @@ def test_towers_with_tables_of_one_name_and_steps_of_their_own(mode: str) -> Non
     for tower, steps in turns.items():
         model, optimizer = started(mode, TOWERS[tower])
         for step in steps:
-            step_of(model, optimizer, tower, step, schedule(step))
+            step_of(model, optimizer, tower, step)
         alone |= {tower: state_of(model, optimizer)}
 
     def fresh() -> tuple[Towers, EmbeddingAdam]:
@@ -62,13 +62,11 @@ def test_towers_with_tables_of_one_name_and_steps_of_their_own(mode: str) -> Non
     for step in range(18):
         for tower, steps in turns.items():
             if step in steps:
-                step_of(getattr(model, tower), optimizer, tower, step, schedule(step))
+                step_of(getattr(model, tower), optimizer, tower, step)
         if step == 9:
             assert optimizer.stats().keys() == {f"{tower}.c0.t{t}" for tower in TOWERS for t in range(2)}
-            saved = io.BytesIO()
-            torch.save(
-                ({name: each.state_dict() for name, each in model.named_children()}, optimizer.state_dict()), saved
-            )
+            saved, of_model = io.BytesIO(), {name: each.state_dict() for name, each in model.named_children()}
+            torch.save((of_model, optimizer.state_dict()), saved)
             saved.seek(0)
             of_model, of_optimizer = torch.load(saved, weights_only=False)
             optimizer.remove()
@@ -161,14 +159,10 @@ def test_tables_that_are_sharded_anew_are_refused(attach: str, monkeypatch: pyte
     attached = attach_cowclip(model, RULE) if attach == "attach_cowclip" else EmbeddingAdam(model, ADAM, RULE)
     train_step(CASE, model, 0)
     before = state_of(model)
-    plan = EmbeddingModuleShardingPlan(
-        {
-            name: ParameterSharding(
-                "table_wise", "fused", [0], EnumerableShardingSpec([replace(table.sharding_spec.shards[0])])
-            )
-            for name, table in model.plan.plan["c0"].items()
-        }
-    )
+    plan = EmbeddingModuleShardingPlan()
+    for name, table in model.plan.plan["c0"].items():
+        spec = EnumerableShardingSpec([replace(table.sharding_spec.shards[0])])
+        plan[name] = ParameterSharding("table_wise", "fused", [0], spec)
     # As DistributedModelParallel.reshard calls it; what follows there needs a model with dense parameters.
     collection = model.module.c0
     model._sharder_map[collection.unsharded_module_type].reshard(collection, plan, model._env, model.device)
