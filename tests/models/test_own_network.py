@@ -240,5 +240,4 @@ def test_focal_loss_is_the_formula(options: dict[str, float], weights: tuple[flo
         torch.testing.assert_close(found(logits, torch.full_like(logits, label)), expected)
     extreme = torch.tensor([500.0, -500.0], requires_grad=True)
     loss_of("focal", options)(extreme, torch.tensor([1.0, 1.0])).sum().backward()
-    assert extreme.grad is not None
     assert extreme.grad.isfinite().all()
