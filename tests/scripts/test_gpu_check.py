@@ -58,11 +58,8 @@ def test_a_rehearsal_runs_the_parts_and_names_what_one_of_them_misses(tmp_path: 
     (table,) = (each["kernels_of_a_step"] for each in lines if "kernels_of_a_step" in each)
     assert table[0]["us"] >= table[-1]["us"] > 0
     ended = gpu_report.outcomes(lines)
-    assert [(name, each["outcome"]) for name, each in ended.items()] == [
-        ("smoke", "passed"),
-        ("kernels", "passed"),
-        ("fused", "not run"),
-    ]
+    assert [*ended] == ["smoke", "kernels", "fused"]
+    assert [each["outcome"] for each in ended.values()] == ["passed", "passed", "not run"]
     assert ended["fused"]["why"].startswith("fbgemm-gpu, the CUDA build of FBGEMM, is missing")
     assert "smoke, graph: equal" in done.stdout
 
@@ -86,9 +83,7 @@ def test_a_part_that_misses_a_package_or_fails_costs_only_itself(tmp_path: Path)
     assert gpu_report.outcomes(lines_of(output))["five"]["outcome"] == "not reached"
 
 
-def test_a_timeout_interrupts_a_part_and_then_kills_all_its_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timeout_kills_all_processes_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The part's child ignores SIGINT, holds a lock while it runs, and would write to the file at its end."""
     monkeypatch.setattr(gpu_check, "GRACE_SECONDS", 1.0)
     file = tmp_path / "lock"
