@@ -40,9 +40,8 @@ def test_a_cluster_writes_the_same_files(cluster, tmp_path):
     (tmp_path / "b.gz").write_bytes(gzip.compress((tmp_path / "b").read_bytes()))
     write_criteo(tmp_path / "c", 360, seed=2)
     names = pa.csv.ReadOptions(column_names=CRITEO.columns)
-    pq.write_table(
-        pa.csv.read_csv(tmp_path / "c", names, pa.csv.ParseOptions(delimiter="\t")), tmp_path / "d", row_group_size=200
-    )
+    table = pa.csv.read_csv(tmp_path / "c", names, pa.csv.ParseOptions(delimiter="\t"))
+    pq.write_table(table, tmp_path / "d", row_group_size=200)
     raw = [tmp_path / "a", tmp_path / "b.gz", tmp_path / "d", tmp_path / "b"]
     here, there = both(cluster, tmp_path, "criteo", raw, config)
     assert here == there

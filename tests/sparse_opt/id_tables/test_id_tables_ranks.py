@@ -163,8 +163,7 @@ def test_a_loaded_copy_of_the_state_continues_like_the_original() -> None:
 
 def test_another_configuration_does_not_load() -> None:
     state = make(CONFIGS).state_dict()
-    other = IdTables(
-        {"shared": IdTableConfig(241, ("b", "a")), "counted": CONFIGS["counted"]}, FEATURES, max_segments=SHARDS
-    )
+    configs = CONFIGS | {"shared": IdTableConfig(241, ("b", "a"))}
+    other = IdTables(configs, FEATURES, max_segments=SHARDS)
     with pytest.raises(ValueError, match="differ from these"):
         other.load_state_dict(state)
