@@ -181,12 +181,12 @@ class TrainState:
         self.model.module.set_linear_l2(self._values.l2)
 
     def _begin_stages_before(self, step: int) -> None:
-        """Begins the stages of the first ``step`` steps one after the other, as training them did.
+        """Begins the stages of the first ``step`` steps one after the other, as training them did, unless it has.
 
         The optimizers count the steps of each stage's betas, which their saved tensors depend on.
         """
         for first in self.plan.changes:
-            if first < step:
+            if self.steps <= first < step:
                 self._begin_stage(first)
 
     def _set_embedding_lr(self, lr: float) -> None:

@@ -103,6 +103,17 @@ def test_dense_and_resident_runs_are_the_same(folder: Path, tmp_path: Path) -> N
     assert_close(*moments, atol=0)
 
 
+def test_the_best_epoch_after_a_ramp_is_tested_at_the_end(folder: Path, tmp_path: Path) -> None:
+    """Its weights are loaded into the model that was trained on since; large rates make it the first epoch."""
+    best = ["train.validation_fraction=0.2", "checkpoint.keep_best=logloss", "optimizer.lr_decay=none"]
+    best += ["train.batch_ramp=1", "optimizer.embedding_lr=0.3", "optimizer.dense_lr=0.3"]
+    report = ramp(folder, tmp_path / "run", *best, "train.epochs=6")
+    assert report["best_epoch"] < report["last_epoch"]["epoch"] == 6
+    again = evaluate(tmp_path / "run", folder / "data", checkpoint="best")
+    for key in ("auc", "logloss"):
+        assert again[key] == pytest.approx(report[key], abs=1e-7)
+
+
 @pytest.mark.parametrize(("world_size", "start_step"), [(1, 0), (3, 2)])
 def test_parts_join_to_the_batches(folder: Path, world_size: int, start_step: int) -> None:
     """Of 205 samples in a ramp and batches of 20; the last batch has one, and parts are as even as can be."""
