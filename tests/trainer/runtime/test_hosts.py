@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from run_comparison import assert_close, assert_same, lines, state_of, wait_for
+from run_comparison import assert_close, assert_same, lines, up_to_date, wait_for
 from servers.host_runs import ENDLESS, MIXED, SETTINGS, finish, start, training
 from servers.hosts import Hosts, hosts
 from servers.s3_server import client_environment
@@ -42,7 +42,7 @@ def test_hosts_of_two_processes_train_as_one_process(folder: Path, tmp_path: Pat
         start(two, training(folder, tmp_path / "run", settings, processes=2))
         finish(two)
     train_in_processes(case_of(folder, tmp_path / "one"), processes=1)
-    assert_close(state_of(tmp_path / "one"), state_of(tmp_path / "run"), rtol=1e-4)
+    assert_close(up_to_date(tmp_path / "one"), up_to_date(tmp_path / "run"), rtol=1e-4)
 
 
 OF_RANK_1 = r"no heartbeat from rank 1 on host2 \(last heartbeat at"
