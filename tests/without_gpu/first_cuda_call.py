@@ -1,6 +1,6 @@
 """pytest plugin: tests marked gpu run up to their first tensor on CUDA; prints how each of them ended.
 
-There torch, which is built for CPU or finds no driver, raises an error that names CUDA.
+There torch, which is built for CPU or finds no driver, raises an error that names CUDA or the driver.
 """
 
 from collections.abc import Iterator
@@ -27,5 +27,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     report = yield
     if call.excinfo is not None:
         error = call.excinfo.value
-        print(f"\nended: {item.nodeid}: {'at CUDA' if 'cuda' in str(error).lower() else repr(error)}")
+        at_cuda = any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA driver"))
+        print(f"\nended: {item.nodeid}: {'at CUDA' if at_cuda else repr(error)}")
     return report
