@@ -24,6 +24,8 @@ from servers.redis_server import RedisServer, redis_server
 from trainer_cases import outcomes_in_processes
 
 OFTEN = ["online.snapshot_seconds=0.2", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=16"]
+# On a busy machine a poll may take longer than the default, after which a partial batch would be trained on.
+OFTEN += ["online.max_wait_seconds=0"]
 EXACT = ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
 """Settings under which readers have every row exactly: no row changes while absent, no id expires."""
 
