@@ -211,7 +211,8 @@ HASHED = ["id_table.kind=hash", "id_table.expire_after=''", "optimizer.absent_ro
 def spoiled_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Streams ``poisoned``, ``clean`` without the poisoned batches, and ``hopeless``, in which all are poisoned."""
     folder = make_case(tmp_path_factory.mktemp("quarantine"))
-    write_network(folder / "my_exponential.py", "self.out(self.norm(x.flat)).squeeze(1) + (dense / 10).exp().mean(1)")
+    output = "self.out(self.norm(x.flat)).squeeze(1) + (dense / 10).exp().mean(1)"
+    write_network(folder / f"exponential_in_{folder.name}.py", output)  # a worker may make the folder twice
     rows = pa.concat_tables(drifting_tables(DRIFT, 0, 16 * BATCH, chunk_rows=500)).sort_by("time")
     number = np.arange(len(rows))
     kept = pa.array(~np.isin(number // BATCH, POISONED))
@@ -232,7 +233,7 @@ def spoiled_run(spoiled_case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(spoiled_case)
 
     def follow(source: str, name: str, *overrides: str, **given: Any) -> dict[str, Any]:
-        always = ["model.name=my_exponential:Net", "train.log_every=4"]
+        always = [f"model.name=exponential_in_{spoiled_case.name}:Net", "train.log_every=4"]
         return run(spoiled_case, tmp_path / name, *always, *overrides, source=spoiled_case / source, **given)
 
     return follow

@@ -58,7 +58,7 @@ def make_streams(folder: Path) -> None:
     """Makes the case's data, and streams of the same samples: complete, parts of it, damaged, poisoned."""
     make_case(folder)
     output = "self.out(x.flat).squeeze(1) + (dense / 10).exp().mean(1)"
-    write_network(folder / "my_online_overflowing.py", output)
+    write_network(folder / f"overflowing_in_{folder.name}.py", output)  # a worker may make the folder twice
     rows = pa.concat_tables(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=200)).sort_by("time")
     parts = [rows.slice(0, 200), rows.slice(200, 200), rows.slice(400)]
     write_stream(folder / "in", parts)
@@ -82,7 +82,7 @@ def case_of(folder: Path, processes: int, name: str, *more: str, **given: Any) -
 
 
 def poisoned(folder: Path, processes: int) -> dict[str, Any]:
-    settings = [*EXACT, "model.name=my_online_overflowing:Net"]
+    settings = [*EXACT, f"model.name=overflowing_in_{folder.name}:Net"]
     return case_of(folder, processes, "poisoned", *settings, source=str(folder / "poisoned"))
 
 

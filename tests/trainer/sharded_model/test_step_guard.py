@@ -27,7 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "poisoned.csv").write_text("\n".join(rows))
     settings = PrepareConfig(split="order", test_rows=41, dense="none")
     prepare("tabular", [folder / "poisoned.csv"], folder / "poisoned", settings, schema_file=folder / "columns.toml")
-    write_network(folder / "my_overflowing.py", "self.out(x.flat / 1e3).squeeze(1) + (dense / 1e4).exp().mean(1)")
+    output = "self.out(x.flat / 1e3).squeeze(1) + (dense / 1e4).exp().mean(1)"
+    write_network(folder / f"overflowing_in_{folder.name}.py", output)  # a worker may make the folder twice
     return folder
 
 
@@ -45,7 +46,7 @@ def test_all_processes_skip_a_batch_together(folder: Path, tmp_path: Path, monke
     """Two processes, of which one has the sample, train as one; tolerance of float32 sums in another order."""
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
-    given = [SKIPS, "model.name=my_overflowing:Net"]
+    given = [SKIPS, f"model.name=overflowing_in_{folder.name}:Net"]
     report = run(folder, tmp_path / "one", *given, data=folder / "poisoned")
     assert (report["steps"], report["batches_set_aside"]) == (8, 2), "one of five batches, in each of two epochs"
     train_in_processes(case_of(folder, tmp_path / "two", *given, data=folder / "poisoned"))
