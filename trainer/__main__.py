@@ -1,7 +1,9 @@
 """The command ``cowrec``, and ``python -m cowrec.trainer``, its form that torchrun launches."""
 
+import os
 import sys
 from importlib.util import find_spec
+from typing import NoReturn
 
 PACKAGES = {
     "pyarrow": "pyarrow",
@@ -31,7 +33,27 @@ def main() -> None:
         sys.exit(2)
     from .cli.main import main as run
 
-    run()
+    try:
+        run()
+    except SystemExit as ended:
+        _exit(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends the process at once, without Python's shutdown.
+
+    The shutdown would wait for messages that other processes of a run will never send, and would abort the process if a
+    thread of torch or of another library released a Python object meanwhile.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has read enough
+        pass
+    except OSError as error:
+        print(f"cowrec: error: standard output could not be written ({error})", file=sys.stderr)
+        code = code or 2
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

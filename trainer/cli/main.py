@@ -4,10 +4,9 @@ Commands import what they need when they run, so that ``--help`` is fast.
 """
 
 import logging
-import os
 import sys
 import traceback
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -55,32 +54,17 @@ def main() -> None:
     try:
         prepare_process()
         app()
-    except SystemExit as ended:
-        _exit(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     except Interrupted as stop:
         # All processes stop at the same step, and one of them reports it.
         if launched_rank() == 0 and log_end(logging.INFO, str(stop)):
             print(f"cowrec: {stop}", file=sys.stderr)
-        _exit(130)
+        sys.exit(130)
     except Exception as error:
         if not is_message(error):
             if log_end(logging.CRITICAL, "a bug ends the command", error):
                 traceback.print_exc()
-            _exit(1)
+            sys.exit(1)
         rank = f" (rank {launched_rank()})" if launched_world_size() > 1 else ""
         if log_end(logging.CRITICAL, message_of(error)):
             print(f"cowrec{rank}: error: {message_of(error)}", file=sys.stderr)
-        _exit(2)
-
-
-def _exit(code: int) -> NoReturn:
-    """Ends the process; under torchrun immediately, without Python's shutdown.
-
-    The shutdown would wait for messages that the other processes will never send, and would abort the process if one
-    of torch's threads released a Python object meanwhile.
-    """
-    if launched_world_size() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+        sys.exit(2)

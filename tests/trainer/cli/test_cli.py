@@ -39,6 +39,26 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 PROGRESS = r"epoch 1/100000  (48.8%  step 100|0.5%  step 1)  loss 0\.\d{4}  [\d,]+ samples/s(  \d+:\d\d:\d\d left)?\n+"
 
 
+AT_THE_END = """
+import sys, threading
+from cowrec.trainer.__main__ import main
+
+threading.Thread(target=threading.Event().wait).start()
+sys.argv = ["cowrec", "--help"]
+main()
+"""
+
+
+def test_the_end_waits_for_no_thread_and_a_full_disk_is_no_success() -> None:
+    def ended(output: str) -> subprocess.CompletedProcess[str]:
+        with open(output, "w", encoding="utf-8") as file:
+            command = [sys.executable, "-c", AT_THE_END]
+            return subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
+
+    assert (ended("/dev/null").returncode, ended("/dev/null").stderr) == (0, "")
+    full = ended("/dev/full")
+    assert full.returncode == 2 and "cowrec: error: " in full.stderr and "No space left on device" in full.stderr
+
 def test_sigterm_saves_and_a_pipe_sees_progress(folder: Path) -> None:
     """With one sample per step an epoch has 205 steps, and the request to stop arrives in the middle of one."""
     run = folder / "run"
@@ -230,11 +250,9 @@ LAUNCHED = {"train": NAMED, "online --source incoming": NAMED, "sweep --batch-si
 
 @pytest.mark.parametrize("command", LAUNCHED)
 def test_torchrun_is_told_what_commands_need(cowrec: Cowrec, folder: Path, monkeypatch: Any, command: str) -> None:
-    ended = []
-    monkeypatch.setattr("os._exit", ended.append)  # torchrun's processes end at once
     monkeypatch.setenv("WORLD_SIZE", "2")
     name, *given = command.split()
-    assert LAUNCHED[command] in cowrec(name, folder / "run.toml", "--data", folder / "data", *given)[2]
-    assert ended[0] == 2
+    code, _, error = cowrec(name, folder / "run.toml", "--data", folder / "data", *given)
+    assert code == 2 and LAUNCHED[command] in error
     alone = "predict runs in one process; start it without torchrun"
     refused(alone, predict_run, folder / "run", folder / "data", folder / "p.parquet")
