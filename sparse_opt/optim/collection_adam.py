@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
@@ -47,13 +50,14 @@ class CollectionAdam:
         config: AdamConfig,
         lr_factors: Mapping[str, float],
         column_ranks: Mapping[str, Sequence[Sequence[int]]],
-        device: torch.device,
     ):
         self.collection, self._config, self._column_ranks = collection, config, column_ranks
         self._step_hook: RemovableHandle | None = None
         self._training_thread: int | None = None
         self._state_hooks: list[RemovableHandle] = []
-        self.history = StepHistory(config, device)
+        # The parameters of a rank without tables are placeholders on the CPU.
+        device = clipped[0].lookup.flat_weights().device if clipped else collection._device
+        self.history = StepHistory(config, torch.device(device or "cpu"))
         self.lookups = [LookupAdam(each, config, self.history, lr_factors) for each in clipped]
         self.params: dict[str, Tensor] = {}
         self.of_param: dict[Tensor, dict[str, Any]] = {}
@@ -82,7 +86,7 @@ class CollectionAdam:
             adam.reconfigure(config)
 
     def hook(self, called: nn.Module) -> None:
-        """Completes steps before ``called``, the collection or what runs it, and rows before its ``state_dict()``."""
+        """Completes steps before ``called``, the collection or what runs it, and rows before its state is used."""
         self._step_hook = called.register_forward_pre_hook(lambda *_: self._before_forward())
         self._hook_state()
 
@@ -115,17 +119,23 @@ class CollectionAdam:
                 self._hook_state()
 
     def _hook_state(self) -> None:
-        def before_state_dict(*_: Any) -> None:
+        def catch_up(*_: Any) -> None:
             for adam in self._replayed():
                 adam.catch_up_all()
 
-        def after_loading(*_: Any) -> None:
+        def flush(_: nn.Module, state: Mapping[str, Any], *__: Any) -> None:
+            """What is loaded has no moments, may lack weights, and may be the weights' memory, written before."""
+            given = {each.data_ptr() for value in state.values() for each in _held_here(value)}
             for adam in self._replayed():
-                adam.mark_current()
+                views = map(partial(adam.lookup.view_of, adam.lookup.flat_weights()), range(len(adam.lookup.shards)))
+                written = [(view, view.clone()) for view in views if view.data_ptr() in given]
+                adam.flush()
+                for view, loaded in written:
+                    view.copy_(loaded)
 
         self._state_hooks = [
-            self.collection.register_state_dict_pre_hook(before_state_dict),
-            self.collection.register_load_state_dict_post_hook(after_loading),
+            self.collection.register_state_dict_pre_hook(catch_up),
+            self.collection.register_load_state_dict_pre_hook(flush),
         ]
 
     def count_step(self, lr: float) -> None:
@@ -274,6 +284,13 @@ class CollectionAdam:
         dtype = torch.int32 if per_row else torch.float32
         lookups = [each.lookup for each in self.lookups]
         return sharded_like_weights(self.collection, lookups, flats, dtype, per_row=per_row)
+
+
+def _held_here(value: Any) -> list[Tensor]:
+    """Tensors of this rank in an entry of a model's state."""
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value] if isinstance(value, Tensor) and not isinstance(value, DTensor) else []
 
 
 def _has_peers() -> bool:

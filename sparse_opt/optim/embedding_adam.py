@@ -104,7 +104,7 @@ class EmbeddingAdam(FusedOptimizer):
         clipped = clipped_lookups(model, self._rules, clip_columns)
         collections, called = sharded_collections(model), called_modules(model)
         require_unattached(called)
-        device, names = next(model.parameters()).device, dict(table_names(model))
+        names = dict(table_names(model))
         with raised_on_all_ranks(model):
             require_replaceable([each.lookup for each in clipped])
             self.collections = [
@@ -114,7 +114,6 @@ class EmbeddingAdam(FusedOptimizer):
                     config,
                     self._lr_factors,
                     {name: column_ranks[name] for name in names[module].values() if name in column_ranks},
-                    device,
                 )
                 for module in collections.values()
             ]
@@ -179,10 +178,13 @@ class EmbeddingAdam(FusedOptimizer):
         self._handle.accumulate(passes)
 
     def remove(self) -> None:
-        """Brings all rows up to date and detaches from the model, which then trains by its fused SGD again."""
+        """Brings all rows up to date and detaches from the model, which then trains by its fused SGD again.
+
+        Calling it again has no effect.
+        """
         self.flush()
-        for end_following in self._evictions:
-            end_following()
+        while self._evictions:
+            self._evictions.pop()()
         for collection in self.collections:
             collection.unhook()
         self._handle.remove()

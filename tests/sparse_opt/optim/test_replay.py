@@ -241,6 +241,23 @@ def test_loaded_weights_count_as_current() -> None:
     assert optimizer.steps == 49
 
 
+@pytest.mark.parametrize("loaded", ["", "t0", "t0 t1 t2"])
+def test_weights_loaded_while_rows_are_behind(loaded: str) -> None:
+    """Some of them, as of a network alone, with no state_dict() before, which would bring all rows up to date."""
+    states = []
+    for absent_rows in ("dense", "replay"):
+        model = sharded_model(STREAMS["paper"].problem)
+        given = dict(sharded_model(STREAMS["paper"].problem).state_dict().items())
+        optimizer = EmbeddingAdam(model, replace(STREAMS["paper"].adam, absent_rows=absent_rows))
+        for step in range(1, 60):
+            if step == 30:
+                parts = {key: each for key, each in given.items() if key.split(".")[-2:][0] in loaded.split()}
+                model.load_state_dict(parts, strict=False)
+            model(STREAMS["paper"].batch(step))[0].backward()
+        states.append(state_of(model, optimizer))
+    assert_equal(*states)
+
+
 def test_an_id_outside_its_table_fails_the_forward_and_changes_no_row() -> None:
     stream = STREAMS["clip binds"]
     model = sharded_model(stream.problem)
