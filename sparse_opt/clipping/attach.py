@@ -190,14 +190,14 @@ def _fused_step(settings: _Settings, clipped: ClippedLookup, forward: Forward, b
     inputs = {"indices": bags.indices, "offsets": bags.blocks.first_bag if clipped.lookup.is_sequence else bags.offsets}
     if backward.id_weights is not None:
         inputs["per_sample_weights"] = backward.id_weights
-    passes, own.passes = own.passes, 1
+    passes, own.passes, latest = own.passes, 1, clipped.latest_backward
     try:
         with torch.enable_grad():
             unscaled = replace(settings, loss_scale=LossScale(GradScaler(enabled=False)))
             output = _look_up(unscaled, clipped, forward, inputs)
         output.backward(backward.output_grad.to(output.dtype))
     finally:
-        own.passes = passes
+        own.passes, clipped.latest_backward = passes, latest  # not that of the backward pass within this one
 
 
 class _ClipInBackward(torch.autograd.Function):

@@ -30,6 +30,7 @@ class ClippedLookup:
         accumulation: its backward passes that wait for others of their step.
         limits: limits of its tables.
         statistics: clip statistics.
+        latest_backward: torch's number of the latest ``backward()`` that reached it; -1 before the first.
         in_torch: work on its rows in torch, which every lookup can do.
         rows: the back end.
 
@@ -50,7 +51,7 @@ class ClippedLookup:
         self.accumulation = Accumulation(self.bags)
         self.limits = TableLimits(lookup, rules, clip_columns)
         self.statistics = ClipStatistics(lookup)
-        self._latest_backward = -1
+        self.latest_backward = -1
         adds_up = rules.scope == "row" and self.limits.clipped_column_shards
         columns = ColumnShards(lookup, self.layout, groups or {}, adds_up) if adds_up else None
         kernels = TritonRows if weights.is_cuda else NumbaRows
@@ -76,8 +77,8 @@ class ClippedLookup:
                 "compiled autograd would trace the backward pass of tables under cowrec, whose kernels cannot be"
                 " traced; leave torch._dynamo.config.compiled_autograd off (torch.compile of the model works)"
             )
-        backward, earlier = torch._C._current_graph_task_id(), self._latest_backward
-        self._latest_backward = backward
+        backward, earlier = torch._C._current_graph_task_id(), self.latest_backward
+        self.latest_backward = backward
         if backward == earlier and self.accumulation.passes == 1:
             warnings.warn(
                 "the model was called several times in one loss: the gradient of each call is clipped by itself, and"
@@ -152,8 +153,10 @@ class Accumulation:
         lengths, ids, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, lengths, ids, None, ids.numel())
         indices = torch.cat([each.bags.indices for each in passes])[ids]
         weights = None
-        if passes[0].id_weights is not None:
-            weights = torch.cat([each.id_weights for each in passes if each.id_weights is not None])[ids]
+        if given := [each.id_weights for each in passes if each.id_weights is not None]:
+            ones = [given[0].new_ones(each.bags.indices.numel()) for each in passes]
+            own = [one if each.id_weights is None else each.id_weights for each, one in zip(passes, ones, strict=True)]
+            weights = torch.cat(own)[ids]
         grads = torch.cat([each.output_grad for each in passes])
         inputs: dict[str, Tensor] = {
             "indices": indices,

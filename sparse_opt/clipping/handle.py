@@ -149,11 +149,11 @@ def wrap_lookups(
         look_up: new forward.
         detach: what :func:`detach_cowclip` calls; by default the handle's ``remove()``.
     """
-    undo = [leave_ddp(each) for each in called]
+    undo, warn_unequal = [leave_ddp(each) for each in called], _warn_once_of_unequal_calls(lookups)
     for collection, module in called.items():
         own = [each for each in lookups if each.lookup.collection is collection]
         undo += [
-            module.register_forward_pre_hook(_guard(module, collection, own)).remove,
+            module.register_forward_pre_hook(_guard(module, collection, own, warn_unequal)).remove,
             collection.register_load_state_dict_post_hook(partial(_drop_waiting, own)).remove,
             partial(delattr, collection, _DETACH),
         ]
@@ -176,7 +176,35 @@ def require_unattached(collections: Collection[ShardedCollection]) -> None:
         )
 
 
-def _guard(attached: nn.Module, collection: ShardedCollection, lookups: Sequence[ClippedLookup]) -> Callable[..., None]:
+def _warn_once_of_unequal_calls(lookups: Sequence[ClippedLookup]) -> Callable[[], None]:
+    """Makes a function that warns, once, if the latest ``backward()`` completed the step of some lookups alone."""
+    warned = False
+
+    def check() -> None:
+        nonlocal warned
+        latest = max((each.latest_backward for each in lookups), default=-1)
+        reached = [each for each in lookups if each.latest_backward == latest and each.accumulation.passes > 1]
+        waiting = [shard.name for each in reached if each.accumulation.waiting for shard in each.lookup.shards]
+        stepped = [shard.name for each in reached if not each.accumulation.waiting for shard in each.lookup.shards]
+        if waiting and stepped and not warned:
+            warned = True
+            warnings.warn(
+                f"a loss calls tables {', '.join(stepped)} more often than {', '.join(waiting)}: accumulate(n) counts"
+                " calls, so that the first have taken their step and the others still wait; attach each collection by"
+                " itself, and call accumulate(n) on each with its own number",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    return check
+
+
+def _guard(
+    attached: nn.Module,
+    collection: ShardedCollection,
+    lookups: Sequence[ClippedLookup],
+    warn_unequal: Callable[[], None],
+) -> Callable[..., None]:
     """Makes a forward pre-hook that raises RuntimeError in a copy of the model or under torch.func, once TorchRec has
     rebuilt the lookups of a collection, or if an exception has interrupted the accumulation of their backward passes.
     """
@@ -208,6 +236,7 @@ def _guard(attached: nn.Module, collection: ShardedCollection, lookups: Sequence
                 f"an exception interrupted a backward pass: of the passes of a step, tables have {min(waiting)} or"
                 f" {max(waiting)}; call accumulate(n) again, which drops them, and begin the step anew"
             )
+        warn_unequal()
 
     return check
 
@@ -217,12 +246,16 @@ def _wrap_lookup(
 ) -> Callable[[], None]:
     """Replaces the forward of one lookup; returns a function that restores it."""
     module, forward, is_mean = clipped.lookup.module, clipped.lookup.module.forward, clipped.lookup.is_mean_pooled
+    own = vars(module).get("forward")  # a wrapper of the user
 
     def wrapped(**inputs: Any) -> Tensor:
         return look_up(clipped, forward, _with_weights_of_means(inputs) if is_mean else inputs)
 
     def undo() -> None:
-        del module.forward
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
         if is_mean:
             clipped.lookup.pool_by(mean=True)
 
