@@ -97,7 +97,10 @@ class IdLayout:
             self.locations[name] = offsets[:, column]
         rows = RESERVED_ROWS + tables["segments"] * tables["capacity"]
         self.num_embeddings = dict(zip(configs, rows.tolist(), strict=True))
-        described = [(name, config.capacity, config.features) for name, config in configs.items()]
+        described = [
+            (name, config.capacity, config.features, config.admission.panes, config.admission.pane_length)
+            for name, config in configs.items()
+        ]
         described_sizes = repr((max_segments, described, widths.tolist()))
         self.fingerprint = int.from_bytes(sha256(described_sizes.encode()).digest()[:8], "little", signed=True)
 

@@ -275,13 +275,13 @@ class IdTables:
         """Restores what :meth:`state_dict` returned, loaded in place or a copy.
 
         Raises:
-            ValueError: the state is of tables with other names, capacities, features, sketches or segments.
+            ValueError: the state is of tables with other names, capacities, features, counters, windows or segments.
         """
         now, batch, unit, fingerprint = state["progress"].tolist()
         if fingerprint != self._layout.fingerprint:
             raise ValueError(
-                "the saved id tables differ from these in names, capacities, features, counters or max_segments; load"
-                " them with the settings they were saved with"
+                "the saved id tables differ from these in names, capacities, features, counters, windows or"
+                " max_segments; load them with the settings they were saved with"
             )
         for name, (values, _) in self._saved_arrays().items():
             if name in state and len(values):

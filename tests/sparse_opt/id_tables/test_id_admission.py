@@ -16,6 +16,7 @@ from cowrec.sparse_opt.id_tables.kernels.memory import (
 )
 from cowrec.sparse_opt.id_tables.kernels.sketch import count_id
 from id_table_model import hash_of
+from refusal import refused
 
 
 def tables_with(admission: Admission, capacity: int = 4000) -> IdTables:
@@ -80,6 +81,14 @@ def test_admission_by_a_small_sketch(window: int) -> None:
     assert 0 < excess < threshold
     assert decisions > 5000
     assert wrong <= 2 * math.exp(-4) * decisions
+
+
+def test_counts_of_another_window_are_not_loaded() -> None:
+    """Their panes would never expire, or admit ids that were not counted."""
+    (saved, other) = (tables_with(Admission("count", 2, window=each, counters=8192)) for each in (4000, 8000))
+    refused(
+        "differ from these in names, capacities, features, counters, windows", other.load_state_dict, saved.state_dict()
+    )
 
 
 def test_saturated_counters_admit() -> None:
