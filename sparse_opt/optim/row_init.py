@@ -4,7 +4,7 @@ Sizes: n new rows, D columns of a row's embedding, P columns of the stored row.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import tau
 from typing import Any
@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cowrec.sparse_opt.clipping.table_rules import require_known
 from cowrec.sparse_opt.id_tables.kernels.hashing import GOLDEN, mix
 from cowrec.sparse_opt.id_tables.tables import NewRows
-from cowrec.sparse_opt.tbe.discovery import called_modules, find_lookups
+from cowrec.sparse_opt.tbe.discovery import all_table_names, called_modules, find_lookups, meant_tables
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
 
 from .embedding_adam import EmbeddingAdam
@@ -39,10 +40,15 @@ class RowInitializer:
         model: holds the sharded tables.
         optimizer: :class:`EmbeddingAdam` if it trains the tables, else None; states of FBGEMM's fused optimizers are
             found in the model.
-        tables: names, in the order of :attr:`NewRows.table`.
+        tables: names of the model's tables, in the order of :attr:`NewRows.table`; one that several collections have
+            stands for the tables of all of them.
         columns: D, leading columns that get random values, of all tables or of each.
         std: standard deviation.
         seed: at least 0.
+
+    Raises:
+        ValueError: the model has no table of a name; or without ``optimizer`` a table is data-parallel, whose state is
+            that of an optimizer that the model does not know.
     """
 
     def __init__(
@@ -59,12 +65,23 @@ class RowInitializer:
         self._std = std
         hashes = [hashlib.sha256(f"{seed}/{table}".encode()).digest() for table in tables]
         self._keys = np.array([int.from_bytes(each[:8], "little") for each in hashes], np.uint64)
+        named = meant_tables(model, tables)
+        require_known("tables", list(named), all_table_names(model))
         if optimizer:
             pairs: list[tuple[TbeLookup, LookupAdam | None]] = [(each.lookup, each) for each in optimizer.lookups]
         else:
             pairs = [(lookup, None) for lookup in find_lookups(model)[0]]
+        for lookup, adam in pairs:
+            for shard in lookup.shards:
+                if adam is None and lookup.has_dense_gradient and shard.name in named:
+                    raise ValueError(
+                        f"table {shard.name!r} is data-parallel, and the rows of new ids would keep what its dense"
+                        " optimizer knows of earlier ids; train it with EmbeddingAdam, or shard it otherwise"
+                    )
         self._groups = [
-            _ShardGroup.of(lookup, adam, shards, tables) for lookup, adam in pairs for shards in _group_shards(lookup)
+            _ShardGroup.of(lookup, adam, shards, tables, named)
+            for lookup, adam in pairs
+            for shards in _group_shards(lookup)
         ]
         self._batch_waits = False
         called = called_modules(model).values()
@@ -155,9 +172,16 @@ class _ShardGroup:
     columns: slice
 
     @staticmethod
-    def of(lookup: TbeLookup, adam: LookupAdam | None, shards: list[int], tables: Sequence[str]) -> "_ShardGroup":
+    def of(
+        lookup: TbeLookup,
+        adam: LookupAdam | None,
+        shards: list[int],
+        tables: Sequence[str],
+        named: Mapping[str, str],
+    ) -> "_ShardGroup":
+        """Groups shards; ``tables`` has names of a user, which ``named`` gives for names in the model."""
         held = [lookup.shards[shard] for shard in shards]
-        names = [shard.name for shard in held]
+        names = [named.get(shard.name) for shard in held]
         indices = [names.index(table) if table in names else -1 for table in tables]
         first = held[0].first_column
         return _ShardGroup(

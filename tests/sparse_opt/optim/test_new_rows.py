@@ -23,6 +23,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, IdTableConfig, IdTables, NewRows, RowInitializer
 from cowrec.sparse_opt.optim.row_init import initial_rows
+from random_problems.drawing import small_problem
+from random_problems.training import sharded_model
+from refusal import refused
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
@@ -78,6 +81,19 @@ class Training:
     def weights(self) -> Tensor:
         (weight,) = (each for name, each in self.model.state_dict().items() if name.endswith(".weight"))
         return weight.local_shards()[0].tensor.clone()
+
+
+def test_tables_that_cannot_be_reset_are_refused() -> None:
+    """Their new ids would go on with the rows and moments of earlier ones."""
+    training = Training("user_table")
+    more: Any = {"columns": DIM, "std": 1.0, "seed": 0}
+    message = "tables names table 'user_tabel', which the model does not have; did you mean 'user_table'?"
+    refused(message, RowInitializer, training.model, training.adam, ["user_tabel"], **more)
+    model = sharded_model(small_problem(sharding="data_parallel"))
+    refused(
+        "table 't0' is data-parallel, and the rows of new ids would keep", RowInitializer, model, None, ["t0"], **more
+    )
+    RowInitializer(model, EmbeddingAdam(model, AdamConfig()), ["t0"], **more)
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +211,9 @@ def test_evicted_rows_lose_their_moments(absent_rows: str) -> None:
     assert sum(evicted) > 10
     optimizer.remove()
     assert "reset_embedding_weight_momentum" not in vars(adam.lookup.module)
+    EmbeddingAdam(model, AdamConfig())
+    optimizer.remove()  # again, which has no effect
+    assert "reset_embedding_weight_momentum" in vars(adam.lookup.module)
 
 
 KEYS = np.full(20_000, 12345, np.uint64)
