@@ -54,7 +54,8 @@ def decay_thresholds(config: AdamConfig, largest_lr_factor: float, limits: Seque
     """Thresholds of the rows of a lookup, whose tables have these limits and at most this factor of the rate."""
     constants = adam_constants(config)
     weight = _decayed_weight(config, config.lr * largest_lr_factor, [limit.floor for limit in limits])
-    return DecayThresholds(config.lr, weight, weight * constants.eps * constants.one_minus_beta1)
+    # A rate of 0 may be followed by another one, under which moments move weights again.
+    return DecayThresholds(config.lr or 1.0, weight, weight * constants.eps * constants.one_minus_beta1)
 
 
 def _decayed_weight(config: AdamConfig, lr: float, floors: Sequence[float]) -> float:

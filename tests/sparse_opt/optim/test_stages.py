@@ -100,6 +100,22 @@ def test_a_resumed_run_continues_bit_identically(saved_after: int) -> None:
     assert_equal(state_of(resumed, its_optimizer), state_of(model, optimizer))
 
 
+def test_a_stage_without_a_rate_keeps_first_moments() -> None:
+    """Rows miss more than the 32 steps after which a row that cannot move any more is at rest."""
+    states = []
+    for absent_rows in ("dense", "replay"):
+        model = sharded_model(CASE)
+        config = AdamConfig(lr=0.0, absent_rows=absent_rows)
+        optimizer = EmbeddingAdam(model, config)
+        for step in range(80):
+            if step == 50:
+                optimizer.reconfigure(replace(config, lr=1e-2))
+            # The rows of one batch come in the first step alone.
+            model(batches_of(CASE)[min(step, 1)][0])[0].backward()
+        states.append(state_of(model, optimizer))
+    assert_equal(*states)
+
+
 def test_what_cannot_change_is_refused() -> None:
     _, optimizer = started("replay", "torch")
     config = optimizer.config
