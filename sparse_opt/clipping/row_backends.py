@@ -380,6 +380,8 @@ class TorchRows:
         if backward.bags.indices.numel() or self.waits_for_ranks:
             rows = self._clipped(backward, l2)
             scatter_rows(grad, rows.element, rows)
+        else:
+            self._statistics.record_no_rows()
         return grad
 
     def _clipped(self, backward: LookupBackward, l2: float) -> RowGradients:
@@ -399,6 +401,7 @@ class TorchRows:
 
     def update(self, backward: LookupBackward, adam: AdamRows) -> None:
         if not (backward.bags.indices.numel() or self.waits_for_ranks):
+            self._statistics.record_no_rows()
             return
         sums = self.sum_rows(backward)
         decays = self._mark(sums, adam) if adam.replays else None

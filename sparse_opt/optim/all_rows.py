@@ -45,7 +45,9 @@ def update_all_rows(
     if backward.bags.indices.numel() or rows.gathers_rows:
         batch_rows = rows.row_gradients(rows.sum_rows(backward))
     norms = _norms_beyond_rows(clipped, state, batch_rows, config)
-    if batch_rows:
+    if not batch_rows:
+        clipped.statistics.record_no_rows()
+    else:
         _record_clips(clipped, replace(batch_rows, grad=batch_rows.grad + 2 * config.l2 * batch_rows.weight), norms)
     for table, (shard, lr_factor) in enumerate(zip(clipped.lookup.shards, lr_factors.tolist(), strict=True)):
         own = AdamScalars(*map(float, table_scalars(to_float32(scalars), np.float32(lr_factor))))

@@ -21,6 +21,7 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, t
 from torchrec.distributed.types import ShardingEnv2D
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import (
     AdamConfig,
@@ -120,6 +121,19 @@ def test_shares_that_other_limits_would_clip(attach: Any, backend: str) -> None:
                 assert least - 1e-6 <= share <= most + 1e-6
             assert shares[1.0] == pytest.approx(handle.stats()[table].clipped_share)
     refused(r"scales of limits must be in \[1e-7, 1e7\], got 0", handle.clipped_shares, [0.0])
+
+
+@pytest.mark.parametrize("absent_rows", ["lazy", "dense"])
+@pytest.mark.parametrize("sharding", ["row_wise", "columns_of_one_rank"])
+def test_a_step_without_ids_has_no_ratios(absent_rows: str, sharding: str) -> None:
+    model = sharded_model(small_problem(sharding=sharding))
+    adam = EmbeddingAdam(model, AdamConfig(absent_rows=absent_rows), RULE)
+    for case in (small_problem(), small_problem(max_ids=0)):
+        seen = len(adam.latest_ratios()["t0"])
+        train_step(case, model, 0)
+    assert seen > 0
+    assert not len(adam.latest_ratios()["t0"])
+    assert np.isnan(adam.stats()["t0"].median_ratio)
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
@@ -475,6 +489,34 @@ def test_tables_change_in_the_last_pass_alone(optimizer: str) -> None:
     backward(model)
     assert not np.array_equal(state_of(model)["c0.t0"], before["c0.t0"])
     handle.accumulate(1)  # none waits
+
+
+@by_optimizer
+@pytest.mark.parametrize("weighted_pass", [0, 1])
+def test_passes_with_and_without_weights_of_ids_are_one_step(optimizer: str, weighted_pass: int) -> None:
+    """Ids without weights count once."""
+    problem, trained = small_problem(), []
+    for explicit in (False, True):
+        model, _ = attached(optimizer, 2, problem)
+        for number, (batch,) in enumerate(batches_of(problem)[:2]):
+            (ids,) = batch.ids
+            factor = 0.5 if number == weighted_pass else 1.0
+            if explicit or number == weighted_pass:
+                weights = torch.full_like(ids.values(), factor, dtype=torch.float32)
+                ids = KeyedJaggedTensor(ids.keys(), ids.values(), weights, lengths=ids.lengths())
+            model(type(batch)([ids], batch.targets, batch.divisor))[0].backward()
+        trained.append(state_of(model))
+    assert_equal(*trained)
+
+
+def test_a_wrapper_of_a_lookup_outlives_the_clip() -> None:
+    model = sharded_model(small_problem())
+    module: Any = find_lookups(model)[0][0].module
+    own, calls = module.forward, []
+    module.forward = lambda **inputs: calls.append(inputs) or own(**inputs)
+    attach_cowclip(model, RULE).remove()
+    model(batches_of(small_problem())[0][0])
+    assert calls
 
 
 @by_optimizer
