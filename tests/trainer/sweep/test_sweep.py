@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from matplotlib.colors import to_rgba
 
 from commands.command_line import Cowrec
 from commands.forked_commands import Forked
+from cowrec.data_pipeline import Schema
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer import load_config, train
 from cowrec.trainer.reports.plotting import plt
@@ -89,6 +91,23 @@ def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) 
     assert lines["cowclip", 102, "off", 0]["logloss"] != line["logloss"]
     shared = (folder / "grid" / "config.toml").read_bytes()
     assert {line["config_sha256"] for line in lines.values()} == {hashlib.sha256(shared).hexdigest()}
+
+
+def test_runs_on_data_that_were_prepared_anew_are_not_compared(folder: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(folder / "data", tmp_path / "data")
+    config, grid = load_config(folder / "run.toml", ["train.epochs=1"]), Grid([51], ["linear"], ["off"], 1)
+    sweep(config, data, tmp_path / "grid", grid)
+    schema = Schema.load(data)
+    dataclasses.replace(schema, sources=()).save(data)
+    larger = dataclasses.replace(grid, batch_sizes=[51, 102])
+    refused(
+        "sweep.jsonl has runs on other samples: the data set was prepared anew",
+        sweep,
+        config,
+        data,
+        tmp_path / "grid",
+        larger,
+    )
 
 
 def test_run_folders_are_those_of_train_without_checkpoints(folder: Path) -> None:
