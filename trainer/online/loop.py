@@ -37,7 +37,7 @@ from cowrec.trainer.config.run import RunConfig, with_defaults
 from cowrec.trainer.runs.checkpoint import checkpoint_name, list_checkpoints
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace
-from cowrec.trainer.runs.run_dir import write_report
+from cowrec.trainer.runs.run_dir import JOURNAL, write_report
 from cowrec.trainer.runtime.processes import Peers, Process, from_first, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
@@ -47,7 +47,7 @@ from cowrec.trainer.training.loop import Trainer, require_run_dir
 from .measurements import WINDOW_FILE, Measurements, metrics_endpoint
 from .publication import Due, OnlinePublication
 
-JOURNAL, QUARANTINE = "journal", "quarantine"
+QUARANTINE = "quarantine"
 _POLL_SECONDS = 0.2
 """Longest wait for a batch before publications and snapshots that are due are done."""
 

@@ -4,6 +4,7 @@ config.toml  metrics.jsonl  tensorboard/  checkpoints/step_N/  schema.json  voca
 mlflow_run_id.txt  wandb_run_id.txt; of `fit` also data.parquet  data.toml  data/
 """
 
+import filecmp
 import json
 import math
 import shutil
@@ -12,7 +13,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, vocabulary_file
 from cowrec.data_pipeline.files import locked_folder, replace_file
 from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain
 from cowrec.trainer.runtime.processes import Process, on_first
@@ -20,7 +24,7 @@ from cowrec.trainer.runtime.processes import Process, on_first
 from .own_code import load_code, save_code, warn_if_changed
 
 CONFIG, REPORT, CHECKPOINTS = "config.toml", "report.json", "checkpoints"
-METRICS, BOARD, VOCABULARY = "metrics.jsonl", "tensorboard", "vocabulary"
+METRICS, BOARD, VOCABULARY, JOURNAL = "metrics.jsonl", "tensorboard", "vocabulary", "journal"
 FITTED = "data"
 """Name of a table's file, schema file and data set that `fit` makes there before the run begins."""
 
@@ -58,7 +62,7 @@ def require_unused(path: Path) -> None:
 
 
 def require_own(path: Path, config: RunConfig) -> None:
-    """Raises ValueError if a folder holds anything other than a run of this configuration."""
+    """Raises ValueError if a folder holds anything other than a run of this configuration, on the same data set."""
     if not _is_used(path):
         return
     if not (path / CONFIG).is_file():
@@ -80,6 +84,68 @@ def require_own(path: Path, config: RunConfig) -> None:
             f"{path} is of another configuration: {different}; resume with the run's own {path / CONFIG}, or start"
             f" another run{remedy}"
         )
+    if (path / SCHEMA_FILE).is_file():
+        _require_same_data(path, Path(config.data.dir))
+
+
+def _require_same_data(run_dir: Path, data_dir: Path) -> None:
+    """Raises ValueError unless a data set is the one of a run, or a copy of it."""
+    run, data = Schema.load(run_dir), Schema.load(data_dir)
+    require_same_ids(run_dir, run, data_dir, data)
+    if different := difference_of_samples(run, data):
+        raise ValueError(
+            f"{data_dir} is not the data set of {run_dir}: {different}; resume with that one, or start another run,"
+            " with train.warm_start to begin with this one's weights"
+        )
+
+
+def difference_of_samples(one: Schema, other: Schema) -> str:
+    """In what the samples of two data sets differ, as far as their schemas tell; "" if in nothing."""
+    trained = [schema.splits["train"].rows if "train" in schema.splits else 0 for schema in (one, other)]
+    if trained[0] != trained[1]:
+        return f"it has {trained[1]:,} training samples instead of {trained[0]:,}"
+    if one.splits != other.splits:
+        return "its splits differ"
+    if [(each.bytes, each.rows) for each in one.sources] != [(each.bytes, each.rows) for each in other.sources]:
+        return "it was prepared from other files"
+    return ""
+
+
+def require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema) -> None:
+    """Raises ValueError if the data were prepared with other ids or dense scales than the run's."""
+    different = None
+    if (run.dense, run.sparse) != (data.dense, data.sparse):
+        different = "its fields, their sizes or scales differ"
+    elif run.labels != data.labels:
+        different = f"its labels are {', '.join(data.labels)} instead of {', '.join(run.labels)}"
+    elif _planted(run) != _planted(data):
+        different = "it is synthetic, of another seed or shape"
+    else:
+        for field in run.sparse:
+            files = [vocabulary_file(folder, field.vocabulary) for folder in (run_dir, data_dir)]
+            if field.encoding == "vocabulary" and not _same_vocabulary(*files):
+                different = f"the ids of field {field.name!r} differ"
+                break
+    if different:
+        raise ValueError(
+            f"{data_dir} was not prepared like the data of {run_dir}: {different}; prepare it with --like {run_dir}"
+        )
+
+
+def _planted(schema: Schema) -> dict[str, Any] | None:
+    """Settings that determine the meaning of synthetic ids: all but the sizes of the splits."""
+    if schema.name != "synthetic":
+        return None
+    return {key: value for key, value in schema.settings.items() if key not in ("rows", "test_rows", "shard_rows")}
+
+
+def _same_vocabulary(one: Path, other: Path) -> bool:
+    """True for the same ids in the same order; versions of the Parquet library write them differently."""
+    for path in (one, other):
+        if not path.is_file():
+            raise ValueError(f"vocabulary file {path} is missing; prepare the data set, or train the run, again")
+    same_bytes = filecmp.cmp(one, other, shallow=False)
+    return same_bytes or pq.read_table(one, columns=["value"]).equals(pq.read_table(other, columns=["value"]))
 
 
 def _is_used(path: Path) -> bool:

@@ -29,7 +29,15 @@ from cowrec.trainer.measures.quality import calibration_remark
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, WriteFiles, best_epoch
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace, local_data
-from cowrec.trainer.runs.run_dir import CONFIG, create_run_dir, hold_run_dir, require_own, require_unused, write_report
+from cowrec.trainer.runs.run_dir import (
+    CONFIG,
+    JOURNAL,
+    create_run_dir,
+    hold_run_dir,
+    require_own,
+    require_unused,
+    write_report,
+)
 from cowrec.trainer.runs.trackers import TRACKERS, TrackedRun, Tracking, flattened, require_trackers
 from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from cowrec.trainer.runtime.processes import Process, on_first, process_group
@@ -81,6 +89,11 @@ def train(
     place = RunPlace(run_dir, resume=resume)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         # Read after the first process of the machine, which all wait for here, has copied the run.
+        if (place.folder / JOURNAL).exists():
+            raise ValueError(
+                f"{run_dir} is a run that follows a stream, and could not go on with it after training on a data set;"
+                " continue it with cowrec online --resume, or start another run with train.warm_start = its folder"
+            )
         begun = load_config(place.folder / CONFIG) if resume and (place.folder / CONFIG).is_file() else None
         schema = Schema.load(data.dir)
         config = with_defaults(config, schema.split("train").rows, begun)

@@ -25,7 +25,7 @@ from cowrec.trainer.measures.segments import Segments
 from cowrec.trainer.runs.checkpoint import Progress
 from cowrec.trainer.runs.own_code import load_code, warn_if_changed
 from cowrec.trainer.runs.remote_run import local_copy, local_data
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, require_same_ids
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 from cowrec.trainer.runtime.processes import Process, from_first, on_first, process_group
 from cowrec.trainer.sharded_model.build import dense_tensors
@@ -174,7 +174,7 @@ def _saved_run(
 ) -> Iterator[tuple[TrainState, Reader, Progress]]:
     """Loads a run's model with the weights of a checkpoint and opens a split of data that has the run's ids."""
     config, schema = run_of(run_dir)
-    _require_same_ids(run_dir, schema, data_dir, Schema.load(data_dir))
+    require_same_ids(run_dir, schema, data_dir, Schema.load(data_dir))
     with process_group(config.train.device) as process:
         reader = Reader(
             data_dir,
@@ -187,42 +187,6 @@ def _saved_run(
         )
         state, progress = trained_state(run_dir, process, checkpoint)
         yield state, reader, progress
-
-
-def _require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema) -> None:
-    """Raises ValueError if the data were prepared with other ids or dense scales than the run's."""
-    different = None
-    if (run.dense, run.sparse) != (data.dense, data.sparse):
-        different = "its fields, their sizes or scales differ"
-    elif run.labels != data.labels:
-        different = f"its labels are {', '.join(data.labels)} instead of {', '.join(run.labels)}"
-    elif _planted(run) != _planted(data):
-        different = "it is synthetic, of another seed or shape"
-    else:
-        for field in run.sparse:
-            files = [vocabulary_file(folder, field.vocabulary) for folder in (run_dir, data_dir)]
-            if field.encoding == "vocabulary" and not _same_vocabulary(*files):
-                different = f"the ids of field {field.name!r} differ"
-                break
-    if different:
-        raise ValueError(
-            f"{data_dir} was not prepared like the data of {run_dir}: {different}; prepare it with --like {run_dir}"
-        )
-
-
-def _planted(schema: Schema) -> dict[str, Any] | None:
-    """Settings that determine the meaning of synthetic ids: all but the sizes of the splits."""
-    if schema.name != "synthetic":
-        return None
-    return {key: value for key, value in schema.settings.items() if key not in ("rows", "test_rows", "shard_rows")}
-
-
-def _same_vocabulary(one: Path, other: Path) -> bool:
-    """True for the same ids in the same order; versions of the Parquet library write them differently."""
-    for path in (one, other):
-        if not path.is_file():
-            raise ValueError(f"vocabulary file {path} is missing; prepare the data set, or train the run, again")
-    return pq.read_table(one, columns=["value"]).equals(pq.read_table(other, columns=["value"]))
 
 
 def warm_start(state: TrainState) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cowrec.data_pipeline import PrepareConfig, SynthesizeConfig, prepare, synthesize
-from cowrec.trainer import evaluate, load_config, predict
+from cowrec.data_pipeline import PrepareConfig, Schema, SynthesizeConfig, prepare, synthesize
+from cowrec.trainer import evaluate, load_config, predict, train
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.runs.checkpoint import best_epoch
 from cowrec.trainer.runtime.errors import NonFiniteLoss
@@ -118,6 +119,29 @@ def test_predictions_join_their_source_whatever_was_skipped(folder: Path, tmp_pa
     assert joined["sample_number"].to_pylist() == [number for number in range(60) if number not in bad]
     assert joined["user"].equals(joined["user id"])
     assert joined["click"].to_pylist() == [str(int(label)) for label in joined["label"].to_pylist()]
+
+
+def test_a_run_resumes_on_its_own_data_set_alone(folder: Path, tmp_path: Path) -> None:
+    """Of a copy elsewhere it takes no notice; what is refused leaves its files as they are."""
+    ended, copy = shutil.copytree(folder / "run", tmp_path / "run"), shutil.copytree(folder / "data", tmp_path / "copy")
+
+    def resume(data: Path) -> None:
+        train(load_config(folder / "run.toml", ["train.epochs=3"]), data, ended, resume=True)
+
+    resume(copy)
+    kept = {file: file.read_bytes() for file in ended.rglob("*") if file.is_file()}
+    schema = Schema.load(copy)
+    changed = replace(schema, sources=tuple(replace(each, bytes=each.bytes + 1) for each in schema.sources))
+    changed.save(copy)
+    refused(r"copy is not the data set of .*run: it was prepared from other files; resume with that", resume, copy)
+    schema.save(copy)
+    table = pq.read_table(vocabulary := copy / "vocabulary" / "city.parquet")
+    pq.write_table(table.take([1, 0, *range(2, len(table))]), vocabulary)
+    refused("copy was not prepared like the data of .*run: the ids of field 'city' differ", resume, copy)
+    (ended / "journal").touch()
+    refused("run is a run that follows a stream, .*; continue it with cowrec online --resume", resume, folder / "data")
+    (ended / "journal").unlink()
+    assert {file: file.read_bytes() for file in ended.rglob("*") if file.is_file()} == kept
 
 
 def test_data_with_other_ids_are_refused(folder: Path, tmp_path: Path) -> None:
