@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from math import inf, log
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ DECAYED_SHARE_OF_FLOOR = 1e-6
 """Largest share of the clip's floor that a decayed weight may have: its norm then does not affect the limit."""
 _AHEAD = 1024
 """Steps whose scalars are written at a time while the learning rate stays the same."""
+_NOTHING = 2.0**-54
+"""What is less than this leaves 1 as it is."""
 
 
 def require_replayable(rules: TableRules, config: AdamConfig, column_wise: Iterable[str]) -> None:
@@ -99,8 +102,8 @@ class StepHistory:
         self._config, self._betas = config, self._betas.changed(config.betas, after)
         self.return_to(after)
 
-    def scalars(self, step: int, lr: float) -> AdamScalars:
-        """Adam's scalars of step ``step``, from 1, which has the current settings."""
+    def scalars(self, step: int, lr: Any) -> AdamScalars:
+        """Adam's scalars of step ``step``, from 1, which has the current settings, at a rate or at each of several."""
         return adam_scalars(self._config, lr, step, self._betas)
 
     @property
@@ -124,7 +127,7 @@ class StepHistory:
             for values, value in zip(self.schedule, self.scalars(step, lr), strict=True):
                 values[step - 1 : step].fill_(value)
         else:
-            self._write(step, [lr] * count)
+            self._write(step, np.full(count, lr))
 
     def record(self, step: int, lr: float) -> None:
         """Records the learning rate of step ``step``, from 1, unless another lookup of the same step has done so."""
@@ -154,11 +157,18 @@ class StepHistory:
         self._scheduled = len(lrs)
         self._reserve(self._scheduled)
         first = self._betas.since  # no row is behind the steps with other settings, which none takes again
-        self._write(first + 1, lrs[first:].tolist())
+        self._write(first + 1, self._lrs[first:])
 
-    def _write(self, first: int, lrs: list[float]) -> None:
-        scalars = [self.scalars(step, lr) for step, lr in enumerate(lrs, first)]
-        both = torch.tensor(scalars, dtype=torch.float32).view(-1, len(Schedule._fields)).t().contiguous()
+    def _write(self, first: int, lrs: np.ndarray) -> None:
+        columns = np.empty((len(Schedule._fields), len(lrs)), np.float32)
+        for number, lr in enumerate(lrs.tolist()):
+            if max(self._betas.products(first + number)) < _NOTHING:
+                # Powers in numpy may be rounded otherwise; but here all corrections are 1, to the last bit.
+                for column, values in zip(columns, self.scalars(first + number, lrs[number:]), strict=True):
+                    column[number:] = values
+                break
+            columns[:, number] = self.scalars(first + number, lr)
+        both = torch.from_numpy(columns)
         if self.schedule.step_sizes.is_cuda:
             both = both.pin_memory()
         for values, column in zip(self.schedule, both, strict=True):

@@ -1,5 +1,9 @@
 """Scalars of steps are on the device before each step, whatever rates and returns to earlier steps came before."""
 
+from dataclasses import replace
+
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,3 +32,13 @@ def test_schedule_holds_the_scalars_of_every_step(runs: list[tuple[float, int, i
         if back is not None:
             step = max(step - back, 0)
             history.return_to(step)
+
+
+@pytest.mark.parametrize("epsilon", ["keras", "torch"])
+def test_a_loaded_history_has_the_scalars_of_every_step(epsilon: str) -> None:
+    """Also beyond step 3,724, from which on corrections are 1 and many steps are computed at once."""
+    config = replace(CONFIG, betas=(0.9, 0.99), weight_decay=0.1, adam_epsilon=epsilon)
+    history, rates = StepHistory(config, torch.device("cpu")), np.random.default_rng(0).uniform(0, 1e-2, 6000)
+    history.replace(rates)
+    expected = torch.tensor([adam_scalars(config, lr, step) for step, lr in enumerate(rates.tolist(), 1)])
+    assert torch.equal(torch.stack([values[:6000] for values in history.schedule], dim=1), expected)
