@@ -3,9 +3,10 @@
 import glob
 import logging
 import os
+import re
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from .schema import (
     SCHEMA_FILE,
     TIME,
     TRUE_LOGIT,
+    VOCABULARY_FOLDER,
     WEIGHT_SUFFIX,
     Schema,
     SparseField,
@@ -224,8 +226,8 @@ def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> It
     same `output` removes it with a warning.
 
     Raises:
-        ValueError: `output` exists and is not empty (with `overwrite`: and is no data set), or another process is
-            writing it.
+        ValueError: `output` exists and is not empty (with `overwrite`: and is no data set, or has other files too), or
+            another process is writing it.
         OSError: the disk is full; the message names the disk and its free space.
     """
     final = Path(output).absolute()
@@ -266,8 +268,26 @@ def _check_target(final: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ValueError(f"{final} exists and is not empty; choose another folder or remove it (prepare: --overwrite)")
-    if not (final / SCHEMA_FILE).is_file():
-        raise ValueError(f"{final} is not a prepared data set, so it is not overwritten; choose another output folder")
+    files = final.rglob("*") if final.is_dir() else ()
+    check_replaceable(str(final), {str(each.relative_to(final)) for each in files if not each.is_dir()})
+
+
+_FILES = re.compile(
+    rf"{re.escape(SCHEMA_FILE)}|(train|validation|test)/\d+\.parquet|{VOCABULARY_FOLDER}/[^/]+\.parquet"
+)
+"""The names of a data set's files."""
+
+
+def check_replaceable(place: str, names: Collection[str]) -> None:
+    """Raises ValueError unless the files in a folder are those of a data set, and no others would be deleted."""
+    if SCHEMA_FILE not in names:
+        raise ValueError(f"{place} is not a prepared data set, so it is not overwritten; choose another output folder")
+    if others := sorted(name for name in names if not _FILES.fullmatch(name)):
+        shown = ", ".join(others[:5]) + ", ..." * (len(others) > 5)
+        raise ValueError(
+            f"{place} is not overwritten, since {len(others)} files in it are not a data set's: {shown}; move them"
+            " or choose another output folder"
+        )
 
 
 def _rename(partial: Path, final: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, Schema, SourceFile, Split, library_versions
-from cowrec.data_pipeline.dataset.shards import disk_errors, new_folder
+from cowrec.data_pipeline.dataset.shards import check_replaceable, disk_errors, new_folder
 from cowrec.data_pipeline.encoding import Encoder
 from cowrec.data_pipeline.raw.inputs import Partition, RawFile, Source, find_inputs, partitions, stamp
 from cowrec.data_pipeline.raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_schema_file
@@ -76,6 +76,8 @@ def prepare(
     groups = _paths((inputs, validation, test), scheduler, new=like is None)
     earlier = Schema.load(like) if like is not None else None
     described, sources = _look(_layout(layout, schema_file, earlier), groups, keep, need_label=earlier is None)
+    if overwrite:
+        _check_outside(output, [*(source.path for source in sources), *([] if like is None else [os.fspath(like)])])
     written = output_folder(output, overwrite=overwrite, shared=scheduler is not None)
     with written as folder, _engine(scheduler, folder) as engine:
         work = partial(survey, header=described.header, segment_samples=config.shard_rows)
@@ -195,6 +197,19 @@ def _without_absent(layout: Layout, sources: Sequence[Source], keep: Sequence[st
     return dataclasses.replace(layout, absent=tuple(absent), for_prediction=True)
 
 
+def _check_outside(output: Place, read: Iterable[str]) -> None:
+    """Raises ValueError if what is read lies in the output folder, which is replaced."""
+
+    def parts(place: Place) -> tuple[str, ...]:
+        text = os.fspath(place)
+        return Path(text.partition("?")[0] if is_remote(text) else os.path.realpath(local_path(text))).parts
+
+    folder = parts(output)
+    for place in read:
+        if parts(place)[: len(folder)] == folder:
+            raise ValueError(f"input {place} is in {output}, which would be overwritten; choose another output folder")
+
+
 def _checked_splits(splits: dict[str, Split], layout: Layout, config: PrepareConfig) -> dict[str, Split]:
     asked = {"validation": config.validation_from or config.validation_fraction, "test": config.test_from}
     for name, size in splits.items():
@@ -253,8 +268,9 @@ def output_folder(output: Place, *, overwrite: bool, shared: bool) -> Iterator[P
     interrupted upload leaves no data set. If it is `shared`, other machines write to the folder, too.
 
     Raises:
-        ValueError: `output` exists and is not empty (with `overwrite`: and is no data set), is being written by another
-            process, or is in an object store though `shared`. OSError: the disk is full, or the store does not answer.
+        ValueError: `output` exists and is not empty (with `overwrite`: and is no data set, or has other files too), is
+            being written by another process, or is in an object store though `shared`.
+        OSError: the disk is full, or the store does not answer.
     """
     if not is_remote(output):
         with new_folder(local_path(output), overwrite=overwrite) as folder:
@@ -267,8 +283,8 @@ def output_folder(output: Place, *, overwrite: bool, shared: bool) -> Iterator[P
     existing = remote.list()
     if existing and not overwrite:
         raise ValueError(f"{uri} exists and is not empty; choose another folder or remove it (prepare: --overwrite)")
-    if existing and SCHEMA_FILE not in existing:
-        raise ValueError(f"{uri} is not a prepared data set, so it is not overwritten; choose another output folder")
+    if existing:
+        check_replaceable(uri, existing)
     with tempfile.TemporaryDirectory(prefix="cowrec-prepare-") as parent:
         folder = Path(parent) / "data"
         folder.mkdir()

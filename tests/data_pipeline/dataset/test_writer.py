@@ -36,4 +36,8 @@ def test_only_a_data_set_is_overwritten_and_only_when_asked(tmp_path):
     mine.mkdir()
     (mine / "thesis.tex").touch()
     refused("is not a prepared data set, so it is not overwritten", synthesize, mine, SMALL, overwrite=True)
+    (out / "train" / "notes.txt").touch()
+    (out / "raw.csv").touch()
+    refused("2 files in it are not a data set's: raw.csv, train/notes.txt", synthesize, out, SMALL, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
+    assert sorted(os.listdir(out)) == ["raw.csv", "schema.json", "test", "train"]

@@ -146,5 +146,10 @@ def test_a_failed_run_keeps_the_existing_data_set(prepared, tmp_path):
     prepared(GOOD.encode() + NEGATIVE)
     refused("exists and is not empty", prepared, GOOD.encode())
     refused("line 2", prepare_text, tmp_path, SCHEMA, GOOD + "bad\n", overwrite=True)
+    (tmp_path / "schema.toml").write_text(ONE_FIELD.replace('"x"', '"city"'))
+    for name in ("train", "./train/00000.parquet"):
+        message = r"00000\.parquet is in .*out, which would be overwritten; choose another output"
+        inputs, schema_file = [tmp_path / "out" / name], tmp_path / "schema.toml"
+        refused(message, prepare, "tabular", inputs, tmp_path / "out", schema_file=schema_file, overwrite=True)
     assert Schema.load(tmp_path / "out").splits["train"].rows == 2
     assert leftovers(tmp_path) == ["out"]
