@@ -32,7 +32,11 @@ from cowrec.data_pipeline.raw.values import (
 
 LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y", "converted", "conversion", "is_conversion",
                "purchase", "purchased", "buy", "bought", "like", "liked", "response", "class", "rating")  # fmt: skip
-POSITIVE = ("yes", "y", "true", "t", "click", "clicked", "positive", "pos", "buy", "like")
+POSITIVE = ("yes", "y", "true", "t", "positive", "pos", "click", "clicked", "converted", "conversion", "purchase",
+            "purchased", "buy", "bought", "like", "liked", "paid", "won", "success", "accepted",
+            "subscribed")  # fmt: skip
+NEGATION = r"(no|not|non|un|never)[\s_-]*"
+UNSURE_RULE = "  # unsure: which values are positive?"
 RESERVED = (LABEL, TIME, TRUE_LOGIT, SAMPLE_WEIGHT, SAMPLE_NUMBER)
 
 
@@ -69,7 +73,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
         f"header = {str(sample.header).lower()}",
         *([] if sample.header else [f"columns = [{', '.join(map(_toml, sample.columns))}]"]),
         f"label = {_toml(chosen)}  # {note}",
-        *([f"{rule}  # unsure: which values are positive?"] if rule else []),
+        *[rule] * bool(rule),
         *_time_lines(time, times, guesses),
         *([f"null = [{', '.join(map(_toml, markers))}]  # unsure: these look like missing values"] if markers else []),
         "",
@@ -122,7 +126,7 @@ def _lacking(guess: "Guess") -> str:
 
 
 def _rule(guess: "Guess") -> str | None:
-    """Returns the line that makes a column a label, "" if it needs none, None if it cannot be one."""
+    """Returns the line that makes a column a label, with a remark, "" if it needs none, None if it cannot be one."""
     texts = pa.array(guess.distinct, pa.string())
     if not len(texts):
         return None
@@ -131,10 +135,21 @@ def _rule(guess: "Guess") -> str | None:
         return "" if len(set(values.tolist())) == 2 else None
     numbers = sorted(marker_numbers(guess.distinct))
     if len(guess.distinct) == 2:
+        known = _positive(guess.distinct) if len(numbers) < 2 else None
         largest = max(guess.distinct, key=float) if len(numbers) == 2 else max(guess.distinct)
-        named = () if len(numbers) == 2 else [text for text in guess.distinct if text.lower() in POSITIVE]
-        return f"positive = [{_toml(next(iter(named), largest))}]"
-    return f"threshold = {numbers[len(numbers) // 2]!r}" if len(numbers) == len(guess.distinct) else None
+        sure = known is not None or numbers == [-1.0, 1.0]
+        return f"positive = [{_toml(largest if known is None else known)}]{UNSURE_RULE * (not sure)}"
+    return f"threshold = {numbers[len(numbers) // 2]!r}{UNSURE_RULE}" if len(numbers) == len(guess.distinct) else None
+
+
+def _positive(texts: Sequence[str]) -> str | None:
+    """Returns which of two texts is positive, if words say so: one that the other denies, or one that is known."""
+    words = {text: text.strip().lower() for text in texts}
+    for text, other in (texts, texts[::-1]):
+        if re.fullmatch(NEGATION + re.escape(words[text]), words[other]):
+            return text
+    named = [text for text in texts if words[text] in POSITIVE]
+    return named[0] if len(named) == 1 else None
 
 
 def _time_lines(time: str, times: Sequence[str], guesses: "Mapping[str, Guess]") -> list[str]:

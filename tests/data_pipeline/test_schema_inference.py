@@ -146,6 +146,27 @@ def test_parquet_columns_are_recognised(tmp_path):
     assert prepared(tmp_path / "raw.parquet").splits["train"].positives == (20,)
 
 
+@pytest.mark.parametrize(
+    ("classes", "positive"),
+    [
+        (("converted", "not converted"), '["converted"]'),
+        (("no click", "click"), '["click"]'),
+        (("Clicked ", "Not Clicked"), '["Clicked "]'),
+        (("subscribed", "unsubscribed"), '["subscribed"]'),
+        (("shown", "un-shown"), '["shown"]'),
+        (("lost", "won"), '["won"]'),
+        (("liked", "neutral"), '["liked"]'),
+        (("-1", "1"), '["1"]'),
+        (("a", "b"), '["b"]  # unsure: which values are positive?'),
+        (("buy", "click"), '["click"]  # unsure: which values are positive?'),
+    ],
+)
+def test_which_of_two_words_is_positive(tmp_path: Path, classes: tuple[str, str], positive: str) -> None:
+    for words in (classes, classes[::-1]):
+        (tmp_path / "raw.csv").write_text("end,shop\n" + "".join(f"{words[n % 2]},s{n % 3}\n" for n in range(9)))
+        assert f"positive = {positive}" in infer_schema(tmp_path / "raw.csv", label="end").splitlines()
+
+
 def test_real_files(tmp_path):
     """MovieLens as in its hand-written schema; Avazu's label and its unique ids."""
     if not DATA.is_dir():

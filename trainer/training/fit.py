@@ -1,6 +1,7 @@
 """Training straight from a table in memory: it is written as Parquet, described, prepared, and trained on."""
 
 import logging
+import re
 import tempfile
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -115,6 +116,9 @@ def fit(
         text = infer_schema(raw, label=str(label))
         schema_file.write_text(text, encoding="utf-8")
         left_out = [line.removeprefix("# left out: ") for line in text.splitlines() if line.startswith("# left out: ")]
+        unsure = re.search(r"^((?:positive|threshold) = .*?)  # unsure", text, re.MULTILINE)
+        if unsure:
+            logger.warning("which values of the label are positive is a guess: %s; see %s", unsure[1], schema_file)
         if left_out:
             logger.warning("not used as fields: %s; see %s", "; ".join(left_out), schema_file)
     data = folder / FITTED if data_dir is None else data_dir

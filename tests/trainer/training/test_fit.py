@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -82,6 +83,9 @@ def test_tables_that_do_not_work_get_the_messages_of_the_commands(tmp_path: Path
         (table.append_column("odd", pa.nulls(ROWS, pa.month_day_nano_interval())), "written as Parquet.*leave it", {}),
     ):
         refused(message, fitted, run_dir, wrong, **settings)
+    guessed = table.set_column(0, "clicked", [pc.if_else(table["clicked"], "a", "b")])
+    refused("exists and is not empty", fitted, run_dir, guessed, data_dir=tmp_path)
+    assert 'are positive is a guess: positive = ["b"]; see' in caplog.text
     model = fitted(run_dir, table)  # what the refused calls left is replaced
     assert "not used as fields: 'row': another value in each row" in caplog.text
     refused("has a complete run", fitted, run_dir, table)
