@@ -2,6 +2,7 @@
 
 Text is in `text`. Of Parquet and Arrow files only the wanted columns are read, with bounded memory."""
 
+import re
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 
@@ -37,6 +38,8 @@ REFUSED = {
     b"SQLite format": "an SQLite database; export the table to Parquet or CSV",
     b"\x89HDF": "an HDF5 file; convert it to Parquet",
 }
+BINARY = re.compile(rb"[\x00\x02-\x08\x0e-\x1a\xff]")
+"""Bytes that all these formats have at their beginning, and text such as "PARENT_ID" has not, whatever delimits it."""
 
 
 def look(path: str) -> tuple[Source, pa.Schema | None]:
@@ -49,7 +52,8 @@ def look(path: str) -> tuple[Source, pa.Schema | None]:
         ValueError: a truncated or damaged file, or one of another format.
     """
     with open_file(path) as opened:
-        first = opened.read(16)
+        first = opened.read(256)
+    first = first if BINARY.search(first) else b""
     for magic, what in REFUSED.items():
         if first.startswith(magic):
             raise ValueError(f"input file {path} is {what}. Text, Parquet and Arrow files are read")

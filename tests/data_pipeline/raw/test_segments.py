@@ -106,6 +106,12 @@ def test_damaged_archives_and_other_formats_are_refused(tmp_path, content, messa
     refused(message, surveyed, tmp_path / "raw")
 
 
+@pytest.mark.parametrize("header", ["PARENT_ID,x", "PAR1,x", "ARROW1,x", "FEA1\x01x", "ORCHARD\tx", "PARE", "ORC,PAR1"])
+def test_text_may_begin_as_another_format(tmp_path, header):
+    (tmp_path / "raw").write_text(f"{header}\n1,2\n")
+    assert look(str(tmp_path / "raw"))[0].first_line == header.encode()
+
+
 @pytest.mark.parametrize("block_bytes", [80, 1 << 20])
 def test_repeated_headers_and_empty_lines_at_the_end_are_no_samples(tmp_path, block_bytes):
     """Archives with a header each are joined; one has a byte order mark and Windows' line endings."""
