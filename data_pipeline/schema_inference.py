@@ -227,10 +227,15 @@ def read_sample(path: str | os.PathLike[str], label: str = "") -> RawSample:
     if types is None:
         return _text_sample(source.path, label)
     file = pq.ParquetFile(source.path) if source.format == "parquet" else ArrowFile(pa.memory_map(source.path))
-    batch = next(file.iter_batches(SAMPLE_ROWS), pa.RecordBatch.from_pylist([], types)).slice(0, SAMPLE_ROWS)
-    columns = [_texts(column) for column in batch.columns]
+    batches, rows = list[pa.RecordBatch](), 0
+    for batch in file.iter_batches(SAMPLE_ROWS):  # an Arrow file may have batches of a few rows
+        batches.append(batch)
+        if (rows := rows + batch.num_rows) >= SAMPLE_ROWS:
+            break
+    table = pa.Table.from_batches(batches, batches[0].schema if batches else types).slice(0, SAMPLE_ROWS)
+    columns = [_texts(column) for column in table.columns]
     said = {each.name: _said(each.type) for each in types}
-    return RawSample(tuple(batch.schema.names), list(zip(*columns, strict=True)), types=said)
+    return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)), types=said)
 
 
 def _said(kind: pa.DataType) -> str:
@@ -246,10 +251,11 @@ def _said(kind: pa.DataType) -> str:
     return "" if as_id_text(plain_array(pa.array([], kind))) else f"values of the type {kind}, which are not read"
 
 
-def _texts(column: pa.Array) -> list[str | None]:
+def _texts(column: pa.ChunkedArray) -> list[str | None]:
     """Values as text; None where they have none, such as lists and bytes that are no UTF-8."""
     try:
-        return ["" if value is None else value for value in plain_array(column).cast(pa.string()).to_pylist()]
+        found = [plain_array(chunk).cast(pa.string()).to_pylist() for chunk in column.chunks]
+        return ["" if value is None else value for values in found for value in values]
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return [None] * len(column)
 

@@ -129,6 +129,17 @@ def test_files_without_header_label_or_delimiter(tmp_path):
     refused("no delimiter found", infer_schema, raw)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_an_arrow_file_of_small_batches_gives_its_first_rows(tmp_path: Path, rows: int) -> None:
+    table = pa.table({"click": [n % 2 for n in range(40)], "price": [n / 3 for n in range(40)]})
+    with pa.OSFile(str(tmp_path / "raw.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_pylist([], table.schema))
+        writer.write_table(table, rows or None)
+    text, _, found = inferred(tmp_path / "raw.arrow")
+    assert "from the first 40 rows" in text
+    assert found == {"price": "numeric"}
+
+
 def test_parquet_columns_are_recognised(tmp_path):
     table = pa.table(
         {
