@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Collection
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -213,7 +214,7 @@ def as_id_text(values: pa.Array) -> tuple[pa.Array, np.ndarray, Counter[str]] | 
     elif pa.types.is_date(kind):
         text = values.cast(pa.date32()).cast(pa.string())
     elif pa.types.is_decimal(kind):
-        text = _without_zeros(values.cast(pa.string()))
+        text = _without_zeros(_decimal_text(values))
     elif pa.types.is_timestamp(kind):
         text = _without_zeros(values.cast(pa.timestamp(kind.unit)).cast(pa.string()))
     else:
@@ -262,6 +263,15 @@ def _float_ids(values: pa.Array) -> tuple[pa.Array, np.ndarray, Counter[str]]:
     doubts = Counter({FRACTIONS: int((np.isfinite(numbers) & ~whole).sum())})
     doubts[ROUNDED] = int((np.isfinite(numbers) & (size >= EXACT_INTEGERS[bits])).sum())
     return text, wrong, +doubts
+
+
+def _decimal_text(values: pa.Array) -> pa.Array:
+    """Converts decimals to text without exponents, which Arrow writes for small ones, and for 0 of a large scale."""
+    text = values.cast(pa.string())
+    if not pc.any(pc.match_substring(text, "E")).as_py():
+        return text
+    coded = text.dictionary_encode()
+    return pa.array([f"{Decimal(each):f}" for each in coded.dictionary.to_pylist()], pa.string()).take(coded.indices)
 
 
 def _without_zeros(text: pa.Array) -> pa.Array:

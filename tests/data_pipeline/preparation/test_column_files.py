@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline.raw.values import as_id_text
 from raw_cases import TIMED_SCHEMA, content, read_split
 from refusal import refused
 
@@ -248,6 +249,13 @@ def test_new_ids_of_another_form_than_the_vocabulary_are_reported(tmp_path, samp
     assert not caplog.records
     prepare("tabular", [tmp_path / "whole.parquet"], tmp_path / "new", like=tmp_path / "out")
     assert caplog.records[0].getMessage().startswith("field 'city': 100 values are the id of a whole number")
+
+
+@pytest.mark.parametrize("scale", [0, 6, 8, 12])
+def test_ids_that_are_decimals_have_no_exponent(scale):
+    texts = ["0", "7", None, "0", "1200", "0.000000001" if scale == 12 else "-3"]
+    values = pa.array([each and decimal.Decimal(each) for each in texts], pa.decimal128(20, scale))
+    assert as_id_text(values)[0].to_pylist() == texts
 
 
 def test_types_that_do_not_mean_the_same_are_refused(tmp_path, samples):
