@@ -216,19 +216,20 @@ class SampleColumns:
             large = np.abs(weights) > MAX_WEIGHT
             self._fail(large, name, items, WEIGHTS_ARE_BOUNDED, np.repeat(np.arange(self._rows), lengths))
             weights = np.where(large, 0.0, weights).astype(np.float32)
-        ids = without_markers(ids.fill_null(""), field.null)
+        present, ids = mask(ids.is_valid()), without_markers(ids.fill_null(""), field.null)
         if field.kind == "sequence":
-            return self._last(field, offsets, ids), None
+            return self._last(field, offsets, ids, present), None
         return _with_missing(offsets, ids, weights)
 
-    def _last(self, field: RawField, offsets: np.ndarray, ids: pa.Array) -> pa.ListArray:
+    def _last(self, field: RawField, offsets: np.ndarray, ids: pa.Array, present: np.ndarray) -> pa.ListArray:
         """Returns the last ids of each list; none of a list of one empty string, as empty text becomes.
 
-        A sequence along another one has as many ids, of which one may be that empty string.
+        A sequence along another one has as many ids, of which one may be that empty string. An id that was null, not
+        `present`, is a missing one.
         """
         given = np.diff(offsets)
         single, own = np.flatnonzero(given == 1), given.copy()
-        own[single] -= mask(pc.equal(ids, ""))[offsets[single]]
+        own[single] -= (mask(pc.equal(ids, "")) & present)[offsets[single]]
         steps = self._steps.setdefault(field.name, self._steps.get(field.along, own))
         wrong = np.where(steps > 0, given, own) != steps
         self._fail(wrong, field.column, pa.array(given), f"must have as many values as field {field.along!r}")
