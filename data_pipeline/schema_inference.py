@@ -373,6 +373,11 @@ NOTATION = re.compile(r"[+-]?[$€£¥]? ?[+-]?([0-9]{1,3}([., '][0-9]{3})+|[0-9
 """Numbers as people write them: with signs of currencies, separators of thousands, a decimal comma."""
 TIME_NAME = re.compile(r"(time|date|stamp|^ts$|_at$|^at$)", re.I)
 
+DATE_DIGITS = re.compile(
+    r"(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])(([01][0-9]|2[0-3])([0-5][0-9]){0,2})?"
+)
+"""YYYYMMDD, followed by HH, HHMM or HHMMSS or not; those with hours are Unix seconds of the years from 2030 on too."""
+
 
 @dataclass
 class Guess:
@@ -424,7 +429,11 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "") -> Gue
         _guess_text(guess, known)
     # A number is a valid time too: of Unix seconds.
     numbers = [float(text) for text in distinct if NUMBER_PATTERN.fullmatch(text)]
-    lately = len(numbers) == len(distinct) and min(numbers) > 10**8  # Unix seconds of the years from 1973 on
+    dated = all(DATE_DIGITS.fullmatch(text) for text in distinct)
+    if dated and TIME_NAME.search(name):
+        guess.why += f"; unsure: seem to be times, but {distinct[0]} is not read as one; write it as 2014-10-21T07:00"
+    # Unix seconds of the years from 1973 to 2099.
+    lately = len(numbers) == len(distinct) and min(numbers) > 10**8 and max(numbers) < 4.1e9 and not dated
     if not guess.missing and (not numbers or (TIME_NAME.search(name) and lately)):
         guess.is_time = not as_times(pa.array(list(distinct), pa.string()), "timestamp")[1].any()
     return guess

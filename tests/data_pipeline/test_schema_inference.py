@@ -243,6 +243,9 @@ STRANGE = {
     "ids with decimals": ("item,price", "{k}.0,{n}.5", {"item": "categorical", "price": "numeric"}),
     "ids beyond 2 ** 53": ("tag,price", "9{k:020d},{n}.5", {"tag": "categorical", "price": "numeric"}),
     "infinity": ("shop,price", "s{m},{d}", {"shop": "categorical", "price": "numeric"}),
+    "hours as digits": ("seen_at,shop", "2024031{m}1{m},s{m}", {"seen_at": "categorical", "shop": "categorical"}),
+    "days as digits": ("date,shop", "2024031{m},s{m}", {"date": "categorical", "shop": "categorical"}),
+    "milliseconds": ("seen_at,shop", "1700000000{k:03d},s{m}", {"seen_at": "numeric", "shop": "categorical"}),
     "other notations": ("shop,a,b,c", 's{m},"1,{n:03d}.5","{n},5",$3.{n}', {"shop": "categorical"}),
 }
 
@@ -257,6 +260,7 @@ def test_files_as_strangers_have_them(tmp_path: Path, kind: str) -> None:
     (tmp_path / "raw.csv").write_text("\n".join(lines))
     text, layout, found = inferred(tmp_path / "raw.csv")
     assert (layout.header, found, text.count("write them as 1234.5")) == (True, expected, 3 * (kind[:5] == "other"))
+    assert (layout.time, text.count("unsure: seem to be times")) == ("", kind.endswith("as digits"))
     assert prepared(tmp_path / "raw.csv").splits["train"].rows == 100
 
 
