@@ -9,14 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cowrec.data_pipeline.dataset.schema import LABEL, SAMPLE_NUMBER, SAMPLE_WEIGHT, TIME, TRUE_LOGIT, WEIGHT_SUFFIX
 from cowrec.data_pipeline.grouped_file import ArrowFile
-from cowrec.data_pipeline.raw.inputs import find_inputs
+from cowrec.data_pipeline.raw.inputs import Source, find_inputs, partition_of
 from cowrec.data_pipeline.raw.layouts import RawKind, RawLabel
 from cowrec.data_pipeline.raw.reading import look
 from cowrec.data_pipeline.raw.text import BYTE_ORDER_MARK, RawText
@@ -58,13 +58,16 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
         for name, values in zip(sample.columns, zip(*sample.rows, strict=True), strict=True)
         if sample.columns.count(name) == 1 and name
     }
+    # Each folder has many rows, so that its value does not identify one.
+    given = {name: guess_column(name, values * 3) for name, values in sample.partition.items()}
+    guesses |= given if sample.header else {}
     repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
     chosen, rule, note = _label(guesses, label, repeated, os.fspath(path))
     times = [name for name, guess in guesses.items() if guess.is_time and name != chosen]
     time = max(times, key=lambda name: bool(TIME_NAME.search(name)), default="")
     markers = sorted({text for guess in guesses.values() for text in guess.null})
     lines = [
-        f"# Written by `cowrec schema infer` from the first {len(sample.rows):,} rows of {_comment(os.fspath(path))}.",
+        f"# Written by `cowrec schema infer` from the first {len(sample.rows):,} rows of {_comment(sample.path)}.",
         "# Please check each line, above all those that say unsure, then remove or correct what is wrong.",
         *(f"# unsure: {_comment(note)}" for note in sample.notes),
         "",
@@ -83,6 +86,8 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
         raise ValueError(f"{os.fspath(path)}: no column looks like a field; write the schema file by hand")
     left_out += [f"# left out: {_comment(repr(name))}: several columns have this name" for name in repeated if name]
     left_out += ["# left out: a column without a name"] * ("" in sample.columns)
+    if not sample.header:
+        left_out += [f"# left out: {_comment(repr(name))}: of the folder; it needs files with a header" for name in given]
     return "\n".join([*lines, *left_out, *[""] * bool(left_out), "fields = [", *fields, "]", ""])
 
 
@@ -206,6 +211,8 @@ class RawSample:
         delimiter, quote, header: as in a schema file; of Parquet and Arrow files the defaults.
         notes: what is unsure.
         types: what the types of columns say: "time", a kind of lists, or a type that has neither numbers nor ids.
+        path: the file, the first one of a folder.
+        partition: further columns that the folders of all files give, with a value of each file, see `partition_of`.
     """
 
     columns: tuple[str, ...]
@@ -215,17 +222,24 @@ class RawSample:
     header: bool = True
     notes: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict)
+    path: str = ""
+    partition: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def read_sample(path: str | os.PathLike[str], label: str = "") -> RawSample:
-    """Reads the first rows of a file; a first line with the label's name is a header.
+    """Reads the first rows of a file, or of the first one of a folder; a first line with the label's name is a header.
 
     Raises ValueError if the file cannot be read, or is text without columns.
     """
     files = find_inputs([os.fspath(path)])
     source, types = look(files[0])
-    if types is None:
-        return _text_sample(source.path, label)
+    found = _text_sample(source.path, label) if types is None else _table_sample(source, types)
+    values = [dict(partition_of(file)) for file in files]
+    partition = {name: [each.get(name) or "" for each in values] for name in values[0] if name not in found.columns}
+    return replace(found, path=source.path, partition=partition)
+
+
+def _table_sample(source: Source, types: pa.Schema) -> RawSample:
     file = pq.ParquetFile(source.path) if source.format == "parquet" else ArrowFile(pa.memory_map(source.path))
     batches, rows = list[pa.RecordBatch](), 0
     for batch in file.iter_batches(SAMPLE_ROWS):  # an Arrow file may have batches of a few rows

@@ -140,6 +140,20 @@ def test_an_arrow_file_of_small_batches_gives_its_first_rows(tmp_path: Path, row
     assert found == {"price": "numeric"}
 
 
+@pytest.mark.parametrize("header", [True, False])
+def test_the_columns_of_folders(tmp_path: Path, header: bool) -> None:
+    """As Hive names them, of all files; without a header `prepare` knows no further columns."""
+    for day in range(1, 31):
+        file = tmp_path / "raw" / f"day=2024-03-{day:02d}" / f"site=s{day % 2}" / "part.csv"
+        file.parent.mkdir(parents=True)
+        file.write_text("click,price\n" * header + "0,1.5\n1,2.25\n1,0.5\n")
+    text, layout, found = inferred(tmp_path / "raw")
+    assert "from the first 3 rows of " + str(tmp_path / "raw/day=2024-03-01/site=s1/part.csv.") in text
+    assert text.count("# left out: ") == (0 if header else 2)
+    assert (layout.time, found.get("site")) == (("day", "categorical") if header else ("", None))
+    assert prepared(tmp_path / "raw").splits["train"].rows == 90
+
+
 def test_parquet_columns_are_recognised(tmp_path):
     table = pa.table(
         {
