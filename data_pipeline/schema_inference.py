@@ -87,7 +87,9 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     left_out += [f"# left out: {_comment(repr(name))}: several columns have this name" for name in repeated if name]
     left_out += ["# left out: a column without a name"] * ("" in sample.columns)
     if not sample.header:
-        left_out += [f"# left out: {_comment(repr(name))}: of the folder; it needs files with a header" for name in given]
+        left_out += [
+            f"# left out: {_comment(repr(name))}: of the folder; it needs files with a header" for name in given
+        ]
     return "\n".join([*lines, *left_out, *[""] * bool(left_out), "fields = [", *fields, "]", ""])
 
 
@@ -441,6 +443,11 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "") -> Gue
         _guess_number(guess, name, known)
     else:
         _guess_text(guess, known)
+    whole = [text for text in distinct if WHOLE.fullmatch(text)]
+    if guess.kind == "categorical" and whole and all(text.endswith(".0") for text in whole):
+        guess.why += (
+            f"; unsure: {whole[0]} is another id than {whole[0][:-2]}; write integers (pandas: astype('Int64'))"
+        )
     # A number is a valid time too: of Unix seconds.
     numbers = [float(text) for text in distinct if NUMBER_PATTERN.fullmatch(text)]
     dated = all(DATE_DIGITS.fullmatch(text) for text in distinct)

@@ -235,6 +235,9 @@ Doubts: TypeAlias = Counter[tuple[str, str]]
 TWINS = "twins"
 """Whole numbers written with ".0", while the same numbers occur without."""
 
+POINTED, DECIMALS = "pointed", "decimals"
+"""Whole numbers written with ".0", of a block whose numbers are all written so; and of one that has others as well."""
+
 BOUNDED = "bounded"
 """Numbers that the transform left beyond its bound."""
 
@@ -263,11 +266,18 @@ MESSAGES = {
         "other way round in the data of the vocabulary); these are different ids. Write the column as integers "
         "(pandas: astype('Int64')) and prepare again"
     ),
+    POINTED: (
+        "field {name!r}: {count:,} values, and all that are whole numbers, are written as '212.0', as pandas writes "
+        "them beside missing ones; a request with 212 has another id. Write the column as integers (pandas: "
+        "astype('Int64')) and prepare again"
+    ),
 }
 
 
 def twin_ids(encoder: Encoder, parsed: Parsed, encoded: pa.Table) -> Doubts:
     """Counts the `TWINS` of each field among the samples of a block and, where there is one, in the vocabulary.
+
+    Also counts the `POINTED` or `DECIMALS` of the block.
 
     `encoded` are the columns that the encoder made of them.
     """
@@ -278,6 +288,7 @@ def twin_ids(encoder: Encoder, parsed: Parsed, encoded: pa.Table) -> Doubts:
         flat = each.kind == "categorical"
         text = parsed.ids[each.source] if flat else parsed.ids[each.source].flatten()
         suspects = pc.ends_with(text, ".0")
+        doubts += _pointed(each.name, text, text.filter(suspects))
         vocabulary = encoder.vocabularies.get(each.vocabulary)
         if vocabulary is not None:
             rows = encoded[each.name] if flat else pc.list_flatten(encoded[each.name])
@@ -292,6 +303,15 @@ def twin_ids(encoder: Encoder, parsed: Parsed, encoded: pa.Table) -> Doubts:
             count = int(np.count_nonzero(vocabulary.rows(twins) != OUT_OF_VOCABULARY))
         doubts[each.name, TWINS] = count
     return +doubts
+
+
+def _pointed(name: str, text: pa.Array, suspects: pa.Array) -> Doubts:
+    """Counts the `POINTED` or `DECIMALS` of a field; `suspects` are the ids that end with ".0"."""
+    count = int(pc.sum(pc.match_substring_regex(suspects, r"^-?[0-9]+\.0$")).as_py() or 0)
+    if not count:
+        return Counter()
+    numbers = int(pc.sum(pc.match_substring_regex(text, r"^-?[0-9]+(\.[0-9]+)?$")).as_py())
+    return Counter({(name, POINTED if numbers == count else DECIMALS): count})
 
 
 def _unseen(encoder: Encoder, encoded: pa.Table) -> Doubts:
@@ -349,7 +369,10 @@ def write_splits(
                 shard_path(plan.folder, name, partition.number).rename(final)
                 shards[name].append(size)
             report(partition.file_bytes)
+    mixed = {name for name, doubt in doubts if doubt in (DECIMALS, TWINS)}
     for (name, doubt), count in sorted(doubts.items()):
+        if doubt == DECIMALS or (doubt == POINTED and (name in mixed or plan.layout.for_prediction)):
+            continue
         logger.warning(MESSAGES[doubt].format(name=name, count=count))
     for unfinished in plan.folder.glob(f"*/*{PARTIAL}*"):  # of a worker that was lost
         unfinished.unlink()

@@ -275,6 +275,7 @@ def test_files_as_strangers_have_them(tmp_path: Path, kind: str) -> None:
     text, layout, found = inferred(tmp_path / "raw.csv")
     assert (layout.header, found, text.count("write them as 1234.5")) == (True, expected, 3 * (kind[:5] == "other"))
     assert (layout.time, text.count("unsure: seem to be times")) == ("", kind.endswith("as digits"))
+    assert text.count("unsure: 0.0 is another id than 0; write integers") == (kind == "ids with decimals")
     assert prepared(tmp_path / "raw.csv").splits["train"].rows == 100
 
 

@@ -229,7 +229,9 @@ DOUBTS = {
     "large": (pa.array([2.0**53, 1.0] * 50), {}, "column 'city': 50 of its ids are floating point numbers too large"),
     "single": (pa.array([2.0**24, 1.0] * 50, pa.float32()), {}, "column 'city': 50 of its ids are floating"),
     "whole": (pa.array([1.0, None] * 50), {}, ""),
-    "one form": (pa.array(["212.0", "7.0"] * 50), {}, ""),
+    "pointed": (pa.array(["212.0", "7.0", "x", None] * 25), {}, "field 'city': 50 values, and all that are whole"),
+    "pointed, hashed": (pa.array(["212.0", "x"] * 50), {"hash_buckets": 9}, "field 'city': 50 values, and all that"),
+    "versions": (pa.array(["2.0"] * 50 + ["2.0", "2.5"] * 25), {}, ""),
 }
 
 
@@ -246,7 +248,10 @@ def test_new_ids_of_another_form_than_the_vocabulary_are_reported(tmp_path, samp
     for name, values in forms.items():
         pq.write_table(with_column(samples, "city", values), tmp_path / f"{name}.parquet")
     run(tmp_path, "text.parquet")
-    assert not caplog.records
+    assert [each.getMessage()[:24] for each in caplog.records] == ["field 'city': 100 values"]
+    prepare("tabular", [tmp_path / "text.parquet"], tmp_path / "same", like=tmp_path / "out")
+    assert len(caplog.records) == 1
+    caplog.clear()
     prepare("tabular", [tmp_path / "whole.parquet"], tmp_path / "new", like=tmp_path / "out")
     assert caplog.records[0].getMessage().startswith("field 'city': 100 values are the id of a whole number")
 
