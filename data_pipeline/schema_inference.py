@@ -62,7 +62,8 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     given = {name: guess_column(name, values * 3) for name, values in sample.partition.items()}
     guesses |= given if sample.header else {}
     repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
-    chosen, rule, note = _label(guesses, label, repeated, os.fspath(path))
+    place = os.fspath(path) + ", whose first line was taken as a sample and not as a header" * (not sample.header)
+    chosen, rule, note = _label(guesses, label, repeated, place)
     times = [name for name, guess in guesses.items() if guess.is_time and name != chosen]
     time = max(times, key=lambda name: bool(TIME_NAME.search(name)), default="")
     markers = sorted({text for guess in guesses.values() for text in guess.null})
@@ -262,7 +263,8 @@ def _said(kind: pa.DataType) -> str:
         return "weighted"
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         names = [each.name for each in kind.value_type] if pa.types.is_struct(kind.value_type) else []
-        if not names or {"id", "weight"} <= set(names):
+        flat = not names and as_id_text(plain_array(pa.array([], kind.value_type))) is not None
+        if flat or {"id", "weight"} <= set(names):
             return "weighted" if names else "multi"
     return "" if as_id_text(plain_array(pa.array([], kind))) else f"values of the type {kind}, which are not read"
 
@@ -281,13 +283,15 @@ def _text_sample(path: str, label: str) -> RawSample:
         data = text.read(SAMPLE_BYTES)
         complete = len(data) < SAMPLE_BYTES
     data = data.removeprefix(BYTE_ORDER_MARK)
-    data = data if complete else data[: data.rfind(b"\n") + 1]
+    data = data if complete or b"\n" not in data else data[: data.rfind(b"\n") + 1]
     lines = [line.removesuffix("\r") for line in data.decode(errors="replace").split("\n") if line.strip("\r")]
     if not lines:
         raise ValueError(f"input file {path} has no samples")
     if re.match(rb'\s*(\[\s*)?{\s*"', data):
         raise ValueError(f"{path} is JSON, which is not read; write it as Parquet or CSV first")
     notes = _encoding_notes(data, path)
+    if "\r" in lines[0]:
+        raise ValueError(f"{path}, line 1: a carriage return inside the line; convert its line endings to newlines")
     odd = sum(line.count('"') % 2 for line in lines)
     quote = "" if odd > len(lines) / 100 else '"'
     if odd:
@@ -359,15 +363,16 @@ def _header(rows: Sequence[Sequence[str]]) -> tuple[bool, bool]:
     """Returns whether the first row is a header, and whether that is sure."""
     # Names may be empty: pandas writes none for the index, and a delimiter at the end of lines gives an empty column.
     first, others = [name for name in rows[0] if name], rows[1 : PROBED_LINES + 1]
-    if not first or any(NUMBER_PATTERN.fullmatch(text) for text in first):
+    named = [not NUMBER_PATTERN.fullmatch(text) and text.lower() not in LOOKS_MISSING for text in first]
+    if 2 * sum(named) < max(len(first), 1) or (not others and not all(named)):
         return False, True
     if not others:
         return len(set(first)) == len(first), False
     columns = [column for name, column in zip(rows[0], zip(*others, strict=True), strict=True) if name]
     numbers = [any(column) and all(NUMBER_PATTERN.fullmatch(text) or not text for text in column) for column in columns]
-    if any(numbers):
-        return True, True
-    if len(set(first)) < len(first):
+    if any(number and is_name for number, is_name in zip(numbers, named, strict=True)):
+        return True, all(named)  # a name may be a number, such as a year
+    if not all(named) or len(set(first)) < len(first):
         return False, True
     return not any(name in column for name, column in zip(first, columns, strict=True)), False
 

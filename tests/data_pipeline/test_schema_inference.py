@@ -118,6 +118,9 @@ def test_files_without_header_label_or_delimiter(tmp_path):
     assert found == {"column2": "numeric", "column3": "categorical"}
     raw.write_text("a\tb\n" + "".join(f"x{n % 3}\t{n}.5\n" for n in range(30)))
     refused("no column looks like a label; name it with --label COLUMN", infer_schema, raw)
+    raw.write_text("".join(f"{n}\tx\t{n}\n" for n in range(9)))
+    refused("first line was taken as a sample and not as a header: no column 'y' for", infer_schema, raw, label="y")
+    raw.write_text("a\tb\n" + "".join(f"x{n % 3}\t{n}.5\n" for n in range(30)))
     refused("no column 'c' for the label among a, b", infer_schema, raw, label="c")
     refused("column 'a' cannot be the label", infer_schema, raw, label="a")
     assert "threshold = 15.5  # unsure" in infer_schema(raw, label="b")
@@ -250,12 +253,14 @@ def test_types_of_parquet_are_believed_and_nulls_are_bad_rows(tmp_path: Path) ->
     assert sum(split.rows for split in schema.splits.values()) == rows - 3
 
 
+NUMERIC = {"2020": "numeric"}
 STRANGE = {
     "a pandas index": (",shop,price", "{n},s{m},{n}.5", {"shop": "categorical", "price": "numeric"}),
     "commas at the ends of lines": ("shop,price,", "s{m},{n}.5,", {"shop": "categorical", "price": "numeric"}),
     "spaces after delimiters": ("shop, price", "s{m}, {n}.5", {"shop": "categorical", "price": "numeric"}),
     "ids with decimals": ("item,price", "{k}.0,{n}.5", {"item": "categorical", "price": "numeric"}),
     "ids beyond 2 ** 53": ("tag,price", "9{k:020d},{n}.5", {"tag": "categorical", "price": "numeric"}),
+    "years as names": ("2019,2020,shop", "{m},{k}.5,s{m}", dict.fromkeys(["2019", "shop"], "categorical") | NUMERIC),
     "infinity": ("shop,price", "s{m},{d}", {"shop": "categorical", "price": "numeric"}),
     "hours as digits": ("seen_at,shop", "2024031{m}1{m},s{m}", {"seen_at": "categorical", "shop": "categorical"}),
     "days as digits": ("date,shop", "2024031{m},s{m}", {"date": "categorical", "shop": "categorical"}),
@@ -286,9 +291,10 @@ def test_files_that_are_no_table_are_named_as_such(tmp_path: Path) -> None:
         ("# by a tool\nclick,a\n1,x\n0,y\n", "line 1: 1 columns, but 2 in most lines; remove what is above the table"),
         ('{"click": 1, "a": 2}\n{"click": 0, "a": 3}\n', "is JSON, which is not read; write it as Parquet or CSV"),
         ('click,a\n1,"x\ny"\n0,z\n1,"u\nv"\n', r"a quoted value contains a newline \('x\\ny'\)"),
+        ("click,a\r1,x\r0,y\r", "line 1: a carriage return inside the line; convert its line endings to newlines"),
         ("click,a\n1,x\n1,y\n1,z\n", "'click' has one value only, so nothing can be learned"),
     ):
-        path.write_text(text)
+        path.write_text(text, newline="")
         refused(problem, infer_schema, path)
     refused("column 'click' cannot be the label: it has one value", infer_schema, path, label="click")
 
@@ -300,11 +306,12 @@ def test_types_that_are_not_read_and_infinity_of_parquet(tmp_path: Path) -> None
         "bytes": [b"\xff"] * 40,
         "time of day": pa.array([1] * 40, pa.time32("s")),
         "record": [{"a": 1}] * 40,
+        "nested": [[[1, 2], [3]]] * 40,
         "weights": [[{"id": "x", "weight": 0.5}]] * 40,
     }
     pq.write_table(pa.table(columns), tmp_path / "raw.parquet")
     text, _, found = inferred(tmp_path / "raw.parquet")
     assert found == {"score": "numeric", "weights": "weighted"}
-    assert text.count("# left out: ") == 3
+    assert text.count("# left out: ") == 4
     prepared(tmp_path / "raw.parquet")
     assert read_split(tmp_path / "data", "train")["score"].count(0.0) == 20
