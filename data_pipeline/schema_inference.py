@@ -14,7 +14,15 @@ from dataclasses import dataclass, field, replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cowrec.data_pipeline.dataset.schema import LABEL, SAMPLE_NUMBER, SAMPLE_WEIGHT, TIME, TRUE_LOGIT, WEIGHT_SUFFIX
+from cowrec.data_pipeline.dataset.schema import (
+    BUCKET_SUFFIX,
+    LABEL,
+    SAMPLE_NUMBER,
+    SAMPLE_WEIGHT,
+    TIME,
+    TRUE_LOGIT,
+    WEIGHT_SUFFIX,
+)
 from cowrec.data_pipeline.grouped_file import ArrowFile
 from cowrec.data_pipeline.raw.inputs import Source, find_inputs, partition_of
 from cowrec.data_pipeline.raw.layouts import RawKind, RawLabel
@@ -181,7 +189,7 @@ def _field_lines(guesses: "Mapping[str, Guess]") -> tuple[list[str], list[str]]:
         while name in used or name.startswith(("label_", "kept_")):
             name = f"field_{name}"
         # A numeric field may get a second one, of its buckets.
-        used |= {name, f"{name}_bucket", f"{name}{WEIGHT_SUFFIX}"}
+        used |= {name, f"{name}{BUCKET_SUFFIX}", f"{name}{WEIGHT_SUFFIX}"}
         keys = {"name": name, **({} if name == column else {"column": column}), "kind": guess.kind, **guess.keys}
         text = ", ".join(f"{key} = {_toml(value)}" for key, value in keys.items())
         fields.append(f"    {{{text}}},  # {_comment(guess.why)}{missing}")

@@ -112,7 +112,10 @@ class EmbeddingFront(nn.Module):
         from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
         if not tables:
-            raise ValueError("a model needs at least one sparse field, got none")
+            raise ValueError(
+                "a model needs at least one sparse field, got none; in the schema file, give one of ids, or a numeric "
+                'field of integers transform = "buckets", and prepare again'
+            )
         dims, self.sequences = dict(embedding_dims or {}), dict(sequences or {})
         _require_one_width(self.sequences, lambda field: dims.get(field, embedding_dim))
         fields_of = {key: name for name, sequence in self.sequences.items() for key in sequence.keys}

@@ -32,6 +32,8 @@ LABEL_PREFIX, KEPT_PREFIX = "label_", "kept_"
 """Prefixes of the Parquet columns of several labels, and of columns that are kept for predictions."""
 WEIGHT_SUFFIX = "__weight"
 """Parquet column of a weighted field's weights: the field's name and this suffix."""
+BUCKET_SUFFIX = "_bucket"
+"""Field of a numeric field's buckets: its name and this suffix."""
 
 OUT_OF_VOCABULARY = 0
 """Embedding row shared by ids never seen in training or rarer than `min_count`."""

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cowrec.data_pipeline.dataset.schema import (
+    BUCKET_SUFFIX,
     OUT_OF_VOCABULARY,
     RESERVED_ROWS,
     DenseTransform,
@@ -47,8 +48,6 @@ from .engines import Engine
 from .splits import SPLITS, TRAIN, SplitRule, TimeOrder
 
 logger = logging.getLogger(__name__)
-
-BUCKET_SUFFIX = "_bucket"
 
 
 @dataclass(frozen=True)

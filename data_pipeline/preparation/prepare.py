@@ -76,6 +76,8 @@ def prepare(
     groups = _paths((inputs, validation, test), scheduler, new=like is None)
     earlier = Schema.load(like) if like is not None else None
     described, sources = _look(_layout(layout, schema_file, earlier), groups, keep, need_label=earlier is None)
+    if earlier is None:
+        described.check_names(config.dense)
     if overwrite:
         _check_outside(output, [*(source.path for source in sources), *([] if like is None else [os.fspath(like)])])
     written = output_folder(output, overwrite=overwrite, shared=scheduler is not None)

@@ -16,7 +16,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cowrec.data_pipeline.counts import parse_count
-from cowrec.data_pipeline.dataset.schema import LABEL, TIME, WEIGHT_SUFFIX, DenseTransform, Pooling
+from cowrec.data_pipeline.dataset.schema import (
+    BUCKET_SUFFIX,
+    KEPT_PREFIX,
+    LABEL,
+    LABEL_PREFIX,
+    SAMPLE_NUMBER,
+    SAMPLE_WEIGHT,
+    TIME,
+    WEIGHT_SUFFIX,
+    DenseTransform,
+    Pooling,
+)
 
 from .inputs import Source
 from .values import as_numbers, marker_numbers, mask
@@ -104,8 +115,8 @@ class RawField:
         column: raw column; the name by default.
         separator, weight_separator: for list kinds, where the column is text.
         pooling: "sum" or "mean", for multi and weighted only; "mean" by default for multi, always "sum" for weighted.
-        null: texts that mean a missing value, as the empty text always does: whole values, and the ids of lists. A
-            number here means that number in any notation. By default those of the file.
+        null: texts that mean a missing value, as the empty text always does: whole values, and the ids of lists. In
+            numeric fields, a number means that number in any notation. By default those of the file.
         transform: for numbers; as `dense` of `[prepare]`, for this field. Empty means the value of `[prepare]`.
         min_count, max_ids: for ids; as in `[prepare]`, for this field. 0 means the value of `[prepare]`.
         max_length: for sequences, the number of ids of which the last ones are kept.
@@ -235,8 +246,7 @@ class Layout:
                 )
             if field.shares and field.shares not in ids:
                 raise ValueError(f"field {field.name!r}: shares must be a categorical field, got {field.shares!r}")
-        if self.time and TIME in names:
-            raise ValueError(f"field {TIME!r}: this name is reserved for the time of samples; rename the field")
+        self.check_names("none")
         labels = [label.name for label in self.labels]
         if not labels or len(set(labels)) < len(labels):
             raise ValueError(f"labels must be one name or several different ones, got {labels}")
@@ -244,6 +254,22 @@ class Layout:
             raise ValueError(f"column {column!r} is a label, so it cannot be the time or the weight as well")
         if self.columns:
             self.check_columns(self.columns)
+
+    def check_names(self, dense: DenseTransform) -> None:
+        """Raises ValueError if a field has the name of another column of the data set; `dense`: as in `[prepare]`."""
+        taken = {SAMPLE_NUMBER: "the numbers of samples"}
+        taken |= {TIME: "the time of samples"} if self.time else {}
+        taken |= {SAMPLE_WEIGHT: "the weight of samples"} if self.weight else {}
+        taken |= {KEPT_PREFIX + name: f"the column {name!r} that is kept" for name in self.keep}
+        if len(self.labels) > 1:
+            taken |= {LABEL_PREFIX + label.name: f"the label {label.name!r}" for label in self.labels}
+        numeric = [each for each in self.fields if each.kind == "numeric" and (each.transform or dense) == "buckets"]
+        taken |= {each.name + BUCKET_SUFFIX: f"the buckets of field {each.name!r}" for each in numeric}
+        for name in [field.name for field in self.fields if field.name in taken]:
+            raise ValueError(
+                f"field {name!r}: this name is reserved for {taken[name]}; choose another, and give the raw name as"
+                " `column`"
+            )
 
     @property
     def used_columns(self) -> list[str]:

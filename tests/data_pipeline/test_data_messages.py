@@ -2,7 +2,7 @@
 
 import pytest
 
-from cowrec.data_pipeline import PrepareConfig, SparseField, SynthesizeConfig, open_source
+from cowrec.data_pipeline import PrepareConfig, SparseField, SynthesizeConfig, open_source, prepare
 from cowrec.data_pipeline.counts import parse_count
 from cowrec.data_pipeline.raw.layouts import load_schema_file
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
@@ -100,12 +100,25 @@ NUMBER = "[[fields]]\nname = 'x'\nkind = 'numeric'\n"
         ("weight = 'label'\n" + FIELD, "column 'label' is a label, so it cannot be the time or the weight"),
         ("time = 'label'\n" + FIELD, "column 'label' is a label, so it cannot be the time"),
         ("time = 'at'\n" + NUMBER.replace("'x'", "'time'"), "'time': this name is reserved for the time"),
+        (FIELD.replace('"x"', '"sample_number"'), "'sample_number': this name is reserved for the"),
+        ("weight = 'w'\n" + FIELD.replace('"x"', '"sample_weight"'), "reserved for the weight of samples; choose"),
+        ("keep = ['x']\n" + FIELD.replace('"x"', '"kept_x"'), "reserved for the column 'x' that is kept; choose"),
+        ("labels = ['a', 'b']\n" + FIELD.replace('"x"', '"label_a"'), "reserved for the label 'a'; choose another"),
+        (NUMBER + "transform = 'buckets'\n" + FIELD.replace('"x"', '"x_bucket"'), "for the buckets of field 'x'; ch"),
         ("label = ", "is not valid TOML"),
     ],
 )
 def test_schema_files_are_checked(tmp_path, text, message):
     (tmp_path / "schema.toml").write_text(text)
     refused(r"schema\.toml.*" + message, load_schema_file, tmp_path / "schema.toml")
+
+
+def test_buckets_of_all_numbers_may_take_a_name(tmp_path):
+    (tmp_path / "raw.csv").write_text("label,x,x_bucket\n1,2,a\n0,3,b\n")
+    (tmp_path / "schema.toml").write_text(NUMBER + FIELD.replace('"x"', '"x_bucket"'))
+    inputs = ("tabular", [tmp_path / "raw.csv"], tmp_path / "out", PrepareConfig(dense="buckets"))
+    message = "'x_bucket': this name is reserved for the buckets of field 'x'; choose another, and give"
+    refused(message, prepare, *inputs, schema_file=tmp_path / "schema.toml")
 
 
 @pytest.mark.parametrize(

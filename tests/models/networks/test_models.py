@@ -244,7 +244,7 @@ REFUSED = [
     (lambda: network(name="deepfn"), UNKNOWN),
     (lambda: build(tables(3), name="wdl", embedding_dim=4), NARROW),
     (lambda: build(tables(10), name="wdl", embedding_dims={"C1": 4}), MIXED_WIDTH),
-    (lambda: build([], name="wdl"), "at least one sparse field"),
+    (lambda: build([], name="wdl"), r"at least one sparse field, got none; .* transform = .buckets"),
     (lambda: build(tables(pooling="MEAN"), weighted=True, **SMALL), "1 / length"),
     (lambda: build(tables(rows=(5,)), 0, name="dlrm", **SMALL), "needs two fields, or dense features"),
     (lambda: network(embedding_dims={"C1x": 4}), r"model.embedding_dims names 'C1x', .* did you mean 'C1'?"),
