@@ -27,8 +27,8 @@ def find_inputs(inputs: Sequence[str]) -> list[str]:
 
     An input is a file; a folder, which stands for all files in it and in its folders, in the order of their paths,
     without those whose name starts with `.` or `_`; or a pattern with `*`, `?`, `[...]` or `**`, which stands for the
-    files and folders that match, in the order of their paths. All of them may be URIs of an object store (s3://bucket/
-    folder), in which `?` starts options instead.
+    files and folders that match, in the same order, without such names unless a part of the pattern starts so too. All
+    of them may be URIs of an object store (s3://bucket/folder), in which `?` starts options instead.
 
     Raises:
         ValueError: a file does not exist, is empty, no regular file (a pipe cannot be read again) or given twice; a
@@ -240,7 +240,7 @@ def find_files(text: str) -> list[str]:
     parts = path.split("/")
     plain = next((index for index, part in enumerate(parts) if PATTERN & set(part)), len(parts))
     folder = "/".join([start, *parts[:plain]]).rstrip("/") + query
-    names = [name for name in RemoteFolder(folder).list() if not any(p.startswith(HIDDEN) for p in name.split("/"))]
+    names = [name for name in RemoteFolder(folder).list() if not _is_hidden(name.split("/"), parts[plain:])]
     if plain < len(parts):
         names = [name for name in names if _matches(name.split("/"), parts[plain:])]
         if not names:
@@ -258,10 +258,20 @@ def _find_local(text: str) -> list[str]:
         return _files_below(text)
     if os.path.exists(text) or not PATTERN & set(text):
         return [text]
-    matches = sorted(glob.glob(text, recursive=True), key=lambda path: Path(path).parts)
+    parts = Path(text).parts
+    plain = next(index for index, part in enumerate(parts) if PATTERN & set(part))
+    found = {path: Path(path).parts for path in glob.glob(text, recursive=True)}
+    shown = (path for path in found if not _is_hidden(found[path][plain:], parts[plain:]))
+    matches = sorted(shown, key=found.__getitem__)
     if not matches:
-        raise ValueError(f"input {text}: no file or folder matches this pattern")
+        raise ValueError(f"input {text}: no file or folder matches this pattern (names with . or _ first are left out)")
     return [file for each in matches for file in (_files_below(each) if os.path.isdir(each) else (each,))]
+
+
+def _is_hidden(name: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Returns whether a part of a path starts with a character of `HIDDEN`, as no part of the pattern does."""
+    hidden = tuple(start for start in HIDDEN if not any(part.startswith(start) for part in pattern))
+    return any(part.startswith(hidden) for part in name)
 
 
 def _files_below(folder: str) -> list[str]:

@@ -31,6 +31,9 @@ def test_files_keep_their_order_and_others_are_sorted(folder):
     nested = [f"{deep}/hour=3/b.csv", f"{deep}/hour=__HIVE_DEFAULT_PARTITION__/a.csv"]
     assert paths("more") == paths("more/*") == paths("more/**/*.csv") == nested
     assert paths(folder) == ["city=K%C3%B6ln/b.csv", "day_1.csv", "day_10.csv", "day_2.csv", *nested, "x[1].csv"]
+    assert paths("*.c[rs]*") == paths("./*.c*v") == ["day_1.csv", "day_10.csv", "day_2.csv", "x[1].csv"]
+    assert paths("*") == paths(folder)
+    assert paths("_S*", "_*/*.csv", ".*rc") == ["_SUCCESS", "_old/a.csv", ".day.crc"]
     assert paths("day_2.csv", "more") == ["day_2.csv", *nested]
 
 
@@ -40,6 +43,7 @@ def test_files_keep_their_order_and_others_are_sorted(folder):
         ([], "no input file given"),
         (["nowhere.csv"], "input file nowhere.csv does not exist"),
         (["night_*.csv"], r"input night_\*.csv: no file or folder matches this pattern"),
+        (["_S*", "*SUCCESS"], r"input \*SUCCESS: no file or folder matches this pattern \(names with . or _ first"),
         (["none"], "input folder none has no file"),
         (["day_1.csv", "day_*"], "input file day_1.csv is given twice"),
         (["empty.csv"], "input file empty.csv is empty"),
