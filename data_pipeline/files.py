@@ -49,6 +49,14 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
         sync_file(file)
 
 
+def require_target(path: Path) -> None:
+    """Raises ValueError if no file can be written at a path, before the work whose result it is for."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file, such as {path / 'result'}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path} cannot be written: the folder {path.parent} does not exist; create it first")
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Writes a file and flushes it to disk. Raises OSError if the disk is full."""
     with durable_file(path) as file:

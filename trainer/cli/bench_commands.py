@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cowrec.trainer.runtime.environment import launched_world_size
+from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 
 from .flags import (
     Overrides,
@@ -50,9 +50,12 @@ def plan(
     Example: `cowrec plan run.toml --data data/criteo --hosts 8 --memory-gb 141`
     """
     from cowrec.data_pipeline import Schema
+    from cowrec.data_pipeline.files import require_target
     from cowrec.trainer.config.run import with_defaults
     from cowrec.trainer.planning.plan import Cluster, plan_run
 
+    if output:
+        require_target(output)
     logging.getLogger("torchrec").setLevel(logging.ERROR)  # its planner warns of clusters that are not detected
     cluster = Cluster(hosts, devices, device, memory_gb, host_memory_gb)
     loaded, folder = load_run(config, overrides, data)
@@ -90,7 +93,7 @@ def bench(
     context: typer.Context,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", parser=parse_local, help="JSON lines file to write."),
+        typer.Option("--output", "-o", parser=parse_local, help="JSON lines file to write; it must not exist."),
     ] = Path("bench.jsonl"),
     preset: Annotated[
         str,
@@ -124,6 +127,7 @@ def bench(
 
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
+    from cowrec.data_pipeline.files import require_target
     from cowrec.trainer.bench import bench as benches
     from cowrec.trainer.bench import mlperf, tables_alone
     from cowrec.trainer.bench.settings import Bench
@@ -148,6 +152,10 @@ def bench(
         parse_list(precision),
         device,
     )
+    if launched_rank() == 0:
+        require_target(output)
+        if output.is_file() and output.stat().st_size:
+            raise ValueError(f"{output} exists, with earlier measurements; choose another --output, or remove it")
     lines = benches.bench_preset(shape, settings, output) if shape else benches.bench(settings, output)
     if measured := [line for line in lines if "error" not in line]:
         print(f"{table(measured)}\n\n{output}")

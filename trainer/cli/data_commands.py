@@ -67,9 +67,12 @@ def infer(
     Example: `cowrec schema infer clicks.csv --output columns.toml`
     """
     from cowrec.data_pipeline import infer_schema
+    from cowrec.data_pipeline.files import require_target
 
-    if output is not None and output.exists():
-        raise ValueError(f"{output} exists; choose another file or remove it")
+    if output is not None:
+        require_target(output)
+        if output.exists():
+            raise ValueError(f"{output} exists; choose another file or remove it")
     text = infer_schema(file, label=label)
     if output is None:
         print(text, end="")

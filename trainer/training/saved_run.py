@@ -17,7 +17,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from cowrec.data_pipeline import Reader, Schema, SparseField
 from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, RESERVED_ROWS, SAMPLE_NUMBER, vocabulary_file
 from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_columns
-from cowrec.data_pipeline.files import replacing
+from cowrec.data_pipeline.files import replacing, require_target
 from cowrec.data_pipeline.remote import Place
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.measures.quality import measure_tasks
@@ -94,10 +94,11 @@ def predict_run(run_dir: Place, data_dir: Place, output: Place, split: str = "te
         The number of samples.
 
     Raises:
-        ValueError: see :func:`evaluate_run`; or there is more than one process.
+        ValueError: see :func:`evaluate_run`; or there is more than one process, or no such file can be written.
     """
     if launched_world_size() > 1:
         raise ValueError("predict runs in one process; start it without torchrun")
+    require_target(Path(output))
     data_dir = local_data(data_dir)
     with _saved_run(local_copy(run_dir, "run"), data_dir, split, checkpoint) as (state, reader, _):
         beside = _Beside(data_dir, split)
