@@ -106,6 +106,8 @@ def test_an_id_of_json_is_that_of_the_value_in_parquet(codec, values):
 
 WRONG = {
     "a word for a number": ({"price": "much"}, "column price: must be a"),
+    "a long text for a number": ({"price": "1" * 300_000 + "x"}, "column price: must be a"),  # hours if quadratic
+    "a long text for a weight": ({"past views": "a:" + "1" * 300_000 + "x"}, "column past views: must be a list of"),
     "a list for a number": ({"price": [1]}, "column price: must be a"),
     "a truth value for a number": ({"price": True}, "column price: must be a"),
     "an infinite number": ({"price": math.inf}, "column price: must be a finite number"),
