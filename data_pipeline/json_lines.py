@@ -147,14 +147,14 @@ def canonical_values(sample: Any, columns: Mapping[str, ColumnType]) -> dict[str
     if isinstance(sample, Malformed):
         raise sample
     if not isinstance(sample, Mapping):
-        raise ValueError(f"must be a JSON object, got {_abbreviated(sample)}")
+        raise ValueError(f"must be a JSON object, got {abbreviated(sample)}")
     values = {}
     for name, column in columns.items():
         value = sample.get(name)
         try:
             values[name] = None if value is None else CANONICAL_VALUE[column.kind](value, column)
         except _WrongValue:
-            raise ValueError(f"column {name}: {column.rule}, got {_abbreviated(value)}") from None
+            raise ValueError(f"column {name}: {column.rule}, got {abbreviated(value)}") from None
     return values
 
 
@@ -172,6 +172,15 @@ def require_columns(wanted: Iterable[str], present: Iterable[str]) -> None:
     if missing:
         names = ", ".join(map(repr, missing))
         raise ValueError(f"no sample has the column {names}; give null for a missing value")
+
+
+def abbreviated(value: Any) -> str:
+    """Returns the JSON of a value, shortened; only its type if it is nested too deeply for Python."""
+    try:
+        text = json.dumps(value, default=str)
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
+    return text if len(text) <= 60 else text[:60] + "..."
 
 
 class Malformed(ValueError):
@@ -293,8 +302,3 @@ def _type_of(value: Any, column: ColumnType) -> pa.DataType | None:
     first = value[0].get("id") if isinstance(value[0], dict) else value[0]
     item = pa.int64() if isinstance(first, int) else pa.string()
     return pa.list_(item if column.kind == "ids" else pa.struct([("id", item), ("weight", pa.float64())]))
-
-
-def _abbreviated(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:60] + "..."

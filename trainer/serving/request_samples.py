@@ -12,6 +12,7 @@ import torch
 
 from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
+from cowrec.data_pipeline.json_lines import abbreviated
 
 Fields = Mapping[str, Any]
 NOTHING: Fields = {}
@@ -99,7 +100,7 @@ def encode_samples(codec: SampleCodec, samples: Sequence[RequestSample]) -> tupl
 
 def _check(name: str, fields: Any) -> None:
     if not isinstance(fields, dict):
-        message = f"{name} must be a JSON object of fields and their values, got {repr(fields)[:80]}"
+        message = f"{name} must be a JSON object of fields and their values, got {abbreviated(fields)}"
         raise Rejected(400, "bad_sample", message)
 
 

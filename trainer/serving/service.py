@@ -280,8 +280,11 @@ class MicroBatcher:
         try:
             results = self._compute([item for items, _ in calls for item in items])
         except Exception as error:
-            for _, future in calls:
-                future.set_exception(error)
+            if len(calls) == 1:
+                calls[0][1].set_exception(error)
+            else:  # one of them must not fail the others
+                for call in calls:
+                    self._answer([call])
             return
         start = 0
         for items, future in calls:

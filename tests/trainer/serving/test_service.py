@@ -26,6 +26,9 @@ from refusal import refused
 from serving import DEADLINE, GOOD, Client, predictions, raw_samples, served_folder, serving, serving_here, unfinished
 from trainer_cases import free_port
 
+NESTED = "[" * 995 + "]" * 995
+"""Lists in each other, fewer than `orjson` refuses, more than Python's `repr` and `json` can show."""
+
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
@@ -67,6 +70,8 @@ def test_predictions_match_predict_one_by_one_and_together(folder: Path, server:
         ([GOOD, {**GOOD, "city": {}}], "sample 1: column city: must be a string, a number, true, false"),
         ({**GOOD, "price": "much"}, "column price: must be a number"),
         ({**GOOD, "price": [3]}, "column price: must be a number"),
+        (json.dumps({**GOOD, "city": "x"}).replace('"x"', NESTED).encode(), "column city: must be a string, a number"),
+        (f"[{NESTED}]".encode(), "sample 0 must be a JSON object of fields and their values, got"),
         ({**GOOD, "city": []}, "must be a string, a number, true, false or null, got []; correct the value"),
         ({**GOOD, "tags": [None]}, "column tags"),
         ({**GOOD, "history": [{"id": "h1"}]}, "column history"),
@@ -257,11 +262,13 @@ def test_a_failing_batch_fails_only_its_own_calls_and_a_late_call_is_not_compute
         batcher = MicroBatcher(compute, 4)
         with pytest.raises(ValueError, match="zero"):
             await batcher.submit([0])
+        together = await asyncio.gather(*(batcher.submit([item]) for item in (3, 0, 4)), return_exceptions=True)
+        assert (together[0], repr(together[1]), together[2]) == ([3], "ValueError('zero')", [4])
         waiting = [batcher.submit([item], due) for item, due in ((1, math.inf), (2, 0.0))]
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     one, other = asyncio.run(calls())
-    assert (one, type(other), computed) == ([1], Late, [1])
+    assert (one, type(other), computed) == ([1], Late, [3, 4, 1])
 
 
 Limited = tuple[Client, Service]
