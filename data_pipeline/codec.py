@@ -221,7 +221,14 @@ class SampleCodec:
         return RawSamples(pa.table(columns), np.array([*good], np.int64), tuple(bad))
 
     def from_table(self, table: pa.Table) -> RawSamples:
-        """Selects the known columns of an Arrow table, such as one of a Parquet file."""
+        """Selects the known columns of an Arrow table, such as one of a Parquet file.
+
+        Raises:
+            ValueError: several columns have the name of a known one.
+        """
+        for name in self._types:
+            if table.column_names.count(name) > 1:
+                raise ValueError(f"several columns have the name {name!r}; keep one of them, or rename the others")
         table = table.select([name for name in self._types if name in table.column_names])
         found = long_texts(table)
         kept = np.setdiff1d(np.arange(table.num_rows), list(found))

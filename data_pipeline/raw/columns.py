@@ -289,7 +289,7 @@ class SampleColumns:
         for index in np.flatnonzero(wrong).tolist():
             sample = index if sample_of is None else int(sample_of[index])
             if sample not in self.problems:
-                self.problems[sample] = (name, f"{rule}, got {_quoted(values[index].as_py())}")
+                self.problems[sample] = (name, f"{rule}, got {_quoted(values[index])}")
 
 
 def _seconds(values: pa.Array, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -353,9 +353,12 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
     return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
 
 
-def _quoted(value: object) -> str:
+def _quoted(value: pa.Scalar) -> str:
     """Returns a value as Python shows it, shortened."""
-    text = repr(value)
+    try:
+        text = repr(value.as_py())
+    except (ValueError, OverflowError):  # text that is not UTF-8, a time after the year 9999
+        text = f"{value.type} {value.value if pa.types.is_timestamp(value.type) else 'that cannot be shown'}"
     return text if len(text) <= LONGEST_QUOTED_VALUE else text[:LONGEST_QUOTED_VALUE] + "..."
 
 

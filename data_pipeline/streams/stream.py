@@ -7,8 +7,9 @@ polls divided it. There are two exceptions: if more than `most_waiting` samples 
 watermark (counted as forced); if no sample arrives for `max_wait_seconds`, all waiting samples are returned (a flush),
 and the last batch is short.
 
-Malformed samples (not JSON, a value of the wrong type, no label, no time, a time too far in the future) are dropped
-and counted, and the first ones are logged. A chunk in which no sample has some column is malformed as a whole.
+Malformed samples (not JSON, a value of the wrong type, no label, no time, a time too far in the future or not in
+`TIME_LIMITS`) are dropped and counted, and the first ones are logged. A chunk in which no sample has some column, or
+whose column has a wrong type, is malformed as a whole.
 
 Duplicates: a sample whose `sample_id` is one of the last `duplicates_window` distinct ones is dropped and counted.
 Samples without an id are never duplicates; ids of malformed samples are not remembered.
@@ -25,7 +26,7 @@ new samples. Without a journal no sample is lost or repeated either, but samples
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,8 +53,16 @@ if TYPE_CHECKING:
 CHUNK_SAMPLES = 1 << 13
 """Maximum samples per poll."""
 POLL_SECONDS = 1.0
+TIME_LIMITS = 0, 1 << 32
+"""First valid time of a sample, Unix seconds, and the first one after it that is not: those of id tables."""
+MOST_HALVED = 1000
+"""Parts of a chunk that are tried again in halves."""
 MAX_LOGGED, LOG_SECONDS = 5, 60.0
 """Malformed samples logged in so many seconds; all are counted."""
+
+_OF_SAMPLES = (pa.ArrowInvalid, pa.ArrowCapacityError, UnicodeError, OverflowError, RecursionError)
+_OF_COLUMNS = (ValueError, LookupError, pa.ArrowNotImplementedError, pa.ArrowTypeError)
+"""What is raised for some samples of a chunk, and what for all of them; not that memory is lacking."""
 
 logger = logging.getLogger(__name__)
 
@@ -308,13 +317,9 @@ class SampleStream:
 
     def _encode(self, chunk: Chunk, now: int) -> Encoded:
         """Encodes the good samples of a chunk that arrived at `now`, Unix seconds; logs the first malformed ones."""
-        table = isinstance(chunk.samples, pa.Table)
-        raw = self._codec.from_table(chunk.samples) if table else self._codec.from_json(chunk.samples)
-        try:
-            encoded = self._codec.encode(raw)
-        except ValueError as error:
-            bad = tuple(BadSample(index, str(error)) for index in range(len(chunk)))
-            encoded = dataclasses.replace(self._no_samples(), bad=bad)
+        encoded = self._encode_parts(chunk.samples)
+        wrong = (encoded.time < TIME_LIMITS[0]) | (encoded.time >= TIME_LIMITS[1])
+        encoded = encoded.without(wrong, "its time must be in [0, 2^32) Unix seconds, the years 1970 to 2106")
         if self._ahead:
             reason = f"its time is over {self._ahead} s in the future"
             encoded = encoded.without(encoded.time > now + self._ahead, reason)
@@ -327,8 +332,51 @@ class SampleStream:
             logger.warning("%s is dropped: %s", place, each.reason)
         return encoded
 
+    def _encode_parts(self, samples: Sequence[bytes] | pa.Table) -> Encoded:
+        """Encodes samples, in halves if that fails, so that one that cannot be encoded loses no others.
+
+        Which ones are malformed depends on the samples alone. After `MOST_HALVED` failures, further parts are malformed
+        as a whole.
+        """
+        parts, starts, left, halved = list[Encoded](), list[int](), [(0, len(samples))], 0
+        while left:
+            begin, end = left.pop()
+            try:
+                part = self._encode_all(samples[begin:end])
+            except _OF_SAMPLES as error:
+                if end - begin > 1 and halved < MOST_HALVED:
+                    halved, middle = halved + 1, (begin + end) // 2
+                    left += [(middle, end), (begin, middle)]
+                    continue
+                part = self._malformed(end - begin, error)
+            except _OF_COLUMNS as error:
+                part = self._malformed(end - begin, error)
+            parts.append(part)
+            starts.append(begin)
+        return _joined(parts, starts)
+
+    def _encode_all(self, samples: Sequence[bytes] | pa.Table) -> Encoded:
+        is_table = isinstance(samples, pa.Table)
+        return self._codec.encode(self._codec.from_table(samples) if is_table else self._codec.from_json(samples))
+
+    def _malformed(self, count: int, error: Exception) -> Encoded:
+        """Returns so many samples, all malformed."""
+        bad = tuple(BadSample(index, str(error)) for index in range(count))
+        return dataclasses.replace(self._no_samples(), bad=bad)
+
     def _no_samples(self) -> Encoded:
         return self._codec.encode(self._codec.from_objects([]))
+
+
+def _joined(parts: Sequence[Encoded], starts: Sequence[int]) -> Encoded:
+    """Joins parts of the samples of a chunk; `starts` are the indices of their first samples."""
+    if len(parts) == 1:
+        return parts[0]
+    pairs = [*zip(parts, starts, strict=True)]
+    table = pa.concat_tables([part.table for part in parts]).combine_chunks()
+    index = np.concatenate([part.index + start for part, start in pairs])
+    bad = tuple(BadSample(each.index + start, each.reason) for part, start in pairs for each in part.bad)
+    return Encoded(parts[0].schema, table, parts[0].timed, index, bad)
 
 
 def _shown(start: Any) -> str:

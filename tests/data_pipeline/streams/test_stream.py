@@ -5,6 +5,7 @@ import statistics
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -19,6 +20,7 @@ from stream_cases import (
     RandomSource,
     all_numbers,
     arrivals,
+    as_table,
     lines,
     make_codec,
     numbered,
@@ -229,6 +231,65 @@ def test_a_chunk_without_a_column_is_malformed_and_the_stream_continues(codec, c
     assert all_numbers(stream) == [2]
     assert stream.counters["malformed"] == 1
     assert "no sample has the column 'tags'" in caplog.text
+
+
+def not_utf8(texts):
+    """The texts as Parquet gives them unchecked, with an invalid byte in the fourth."""
+    texts = pa.array([b"\xff" if index == 3 else text.encode() for index, text in enumerate(texts.to_pylist())])
+    return pa.StringArray.from_buffers(len(texts), *texts.buffers()[1:])
+
+
+UNREADABLE = {
+    "a time that Python does not have": (
+        "time",
+        lambda times: at(times, 1 << 53).cast(pa.timestamp("ms")),
+        "[ms] 9007",
+    ),
+    "a negative time": ("time", lambda times: at(times, -1), "must be in [0, 2^32) Unix seconds"),
+    "a late time": ("time", lambda times: at(times, 1 << 32), "must be in [0, 2^32) Unix seconds"),
+    "bytes that are no text": ("id", lambda ids: not_utf8(ids).cast(pa.binary()), "Invalid UTF8"),
+    "text that is not UTF-8": ("label", lambda labels: not_utf8(labels.cast(pa.string())), "Invalid UTF8"),
+    "a column that occurs twice": (None, lambda numbers: numbers, "several columns have the name 'number'"),
+    "a dictionary of lists": ("tags", lambda tags: pa.DictionaryArray.from_arrays([0] * 10, tags), "dictionary"),
+    "a list of numbers": ("number", lambda numbers: pa.array([[1.0]] * 10), "has the type list"),
+}
+
+
+def at(times, wrong):
+    """The times, the fourth of which is wrong."""
+    return pa.array([wrong if index == 3 else time for index, time in enumerate(times.to_pylist())])
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_cannot_be_encoded_is_malformed_and_the_stream_continues(codec, caplog, case):
+    """One sample, or all of a column of the wrong type; equally in chunks of any sizes."""
+    name, change, message = UNREADABLE[case]
+    table = as_table(numbered(10))
+    column = change(table[name or "number"].combine_chunks())
+    place = table.column_names.index(name) if name else table.num_columns
+    table = table.set_column(place, name, column) if name else table.append_column("number", column)
+    whole = case.startswith("a column") or "list" in case
+    for seed in range(3):
+        partitions = {"p": table, "q": lines([sample(20, 20)])}
+        stream = SampleStream(RandomSource(partitions, random.Random(seed)), codec, batch_size=1, lateness_seconds=99)
+        assert all_numbers(stream) == [number for number in range(10) if number != 3 and not whole] + [20]
+        assert stream.counters["malformed"] == (10 if whole else 1)
+    assert message in caplog.text
+
+
+def test_samples_that_cannot_be_encoded_are_looked_for_in_a_bounded_number_of_parts(tmp_path, opened, monkeypatch):
+    """The fourth sample of ten is found with 4 failures; with fewer allowed, its part is malformed as a whole."""
+    table = as_table(numbered(10))
+    ids = not_utf8(table["id"].combine_chunks()).cast(pa.binary())
+    table = table.set_column(table.column_names.index("id"), "id", ids)
+    (tmp_path / "in").mkdir()
+    pq.write_table(table, tmp_path / "in" / "0.parquet")
+    (tmp_path / "in" / "_END").touch()
+    for most, lost in ((4, {3}), (3, {3, 4}), (0, set(range(10)))):
+        monkeypatch.setattr("cowrec.data_pipeline.streams.stream.MOST_HALVED", most)
+        whole = opened(journal=None)
+        assert all_numbers(whole) == [number for number in range(10) if number not in lost]
+        assert whole.counters["malformed"] == len(lost)
 
 
 def test_waiting_samples_of_another_data_set_are_refused(tmp_path, opened):
