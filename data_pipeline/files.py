@@ -124,14 +124,17 @@ def earlier(path: Path) -> Path:
 def append_line(path: Path, line: bytes, max_bytes: int) -> bool:
     """Appends a line, with its line end; returns whether the file had `max_bytes` (0: no limit) and was renamed before.
 
-    Raises OSError if it cannot be written.
+    Raises OSError if it cannot be written; the file has no part of it then.
     """
-    with naming_full_disk(path), path.open("ab") as file:
-        if not max_bytes or not file.tell() or file.tell() + len(line) <= max_bytes:
-            file.write(line)
+    with naming_full_disk(path), path.open("ab", buffering=0) as file:
+        size = file.tell()
+        if not max_bytes or not size or size + len(line) <= max_bytes:
+            if file.write(line) < len(line):
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return False
     path.replace(earlier(path))
-    path.write_bytes(line)
+    append_line(path, line, 0)
     return True
 
 

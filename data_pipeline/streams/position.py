@@ -173,16 +173,18 @@ class Journal:
             self.next += 1
 
     def trim(self, first: int) -> None:
-        """Removes the entries before `first`, which no position to resume from needs."""
+        """Removes the entries before `first`, which no position to resume from needs; all are left if that fails."""
         with self._lock:
             entries, _ = _read(self._path)
             kept = [_line(number, entry) for number, entry in entries.items() if number >= first]
             # At least one entry stays, to keep the numbering.
             kept = kept or [_line(number, entry) for number, entry in list(entries.items())[-1:]]
-            replace_file(self._path, b"".join(kept))
-            self._file.close()
-            self._file = self._path.open("ab", buffering=0)
-            self._size = sum(map(len, kept))
+            try:
+                replace_file(self._path, b"".join(kept))
+            finally:  # an error may come after the file was replaced, and the old one takes no entries then
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
+                self._size = self._path.stat().st_size
 
     def close(self) -> None:
         self._file.close()

@@ -140,7 +140,7 @@ class _OnlineRun:
                 publication = OnlinePublication(publish, self.state, self.run_dir)
                 self.publication = opened.enter_context(closing(publication))
             on_first(self.process, lambda: self.serve_metrics(opened))
-            log = opened.enter_context(self.trainer.open_log(self.config.online.metrics_file_bytes))
+            log = opened.enter_context(self.trainer.open_log(self.config.online.metrics_file_bytes, may_drop=True))
             stop = opened.enter_context(stop_requests(self.process))
             self.train(log, stop)
             self.save()
@@ -246,12 +246,16 @@ class _OnlineRun:
             self._trim_journal(stream)
 
     def _trim_journal(self, stream: SampleStream) -> None:
-        """Removes what no checkpoint needs any more."""
+        """Removes what no checkpoint needs any more; if the disk is full, after a later snapshot."""
         kept = list_checkpoints(self.trainer.checkpoints.folder)
         oldest = min((self._first_entries[each.name] for each in kept), default=0)
         if oldest > self._journal_begin:
-            stream.trim(Position(entry=oldest))
-            self._journal_begin = oldest
+            try:
+                stream.trim(Position(entry=oldest))
+            except OSError as error:
+                self.trainer.warn(f"warning: {JOURNAL} is shortened after a later snapshot only: {error}")
+            else:
+                self._journal_begin = oldest
 
     def publish(self, due: Due) -> None:
         """Publishes what is due, after checking that the losses were finite."""

@@ -1,8 +1,10 @@
 """Metrics of a run while it trains: a JSON line for each reading, TensorBoard, and trackers of experiments."""
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from cowrec.trainer.runtime.errors import Interrupted
 from .run_dir import BOARD, METRICS, to_json
 from .trackers import Tracking
 
+logger = logging.getLogger(__name__)
+
 
 class MetricsLog:
     """Log of a run's metrics, to ``metrics.jsonl``, TensorBoard and trackers.
@@ -23,11 +27,20 @@ class MetricsLog:
         step: step that the run continues from; metrics of later steps are removed because it takes those steps again.
         max_bytes: size at which ``metrics.jsonl`` becomes ``metrics.jsonl.1`` and the one before is removed, and so are
             TensorBoard's files but the newest; 0: never.
+        may_drop: whether what cannot be written, because the disk is full, is left out with one warning.
     """
 
     def __init__(
-        self, path: Path | None, step: int = 0, trackers: Sequence[Tracking] = (), *, max_bytes: int = 0
+        self,
+        path: Path | None,
+        step: int = 0,
+        trackers: Sequence[Tracking] = (),
+        *,
+        max_bytes: int = 0,
+        may_drop: bool = False,
     ) -> None:
+        self._tolerated: tuple[type[OSError], ...] = (OSError,) if may_drop else ()
+        self._drops = False
         self._path, self._trackers, self._max_bytes = path, trackers, max_bytes
         self._board = SummaryWriter(str(path / BOARD), purge_step=step + 1) if path else None
         if path:
@@ -39,28 +52,40 @@ class MetricsLog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._board:
-            self._board.close()
+            with suppress(*self._tolerated):
+                self._board.close()
         stopped = kind is not None and issubclass(kind, Interrupted | KeyboardInterrupt)
         for tracker in self._trackers:
             tracker.close("FINISHED" if kind is None else "KILLED" if stopped else "FAILED")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Writes a line ``{"kind": "train", "step": ..., ...}``; numbers go to TensorBoard and trackers as kind/key."""
-        if self._path and self._board:
-            line = to_json({"kind": kind, "step": step, "time": time.time(), **values}) + "\n"
-            if append_line(self._path / METRICS, line.encode(), self._max_bytes):
-                self._begin_board()
-            numbers = dict(_scalars(kind, values))
-            for tag, value in numbers.items():
-                self._board.add_scalar(tag, value, step)
-            for tracker in self._trackers:
-                tracker.log(step, numbers)
+        if self._path is None:
+            return
+        line = to_json({"kind": kind, "step": step, "time": time.time(), **values}) + "\n"
+        numbers = dict(_scalars(kind, values))
+        try:
+            self._write_files(self._path, line.encode(), step, numbers)
+            self._drops = False
+        except self._tolerated as error:
+            if not self._drops:
+                logger.warning("warning: metrics are left out until they can be written: %s; free disk space", error)
+            self._drops, self._board = True, None  # a board that has failed takes no more numbers
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
+
+    def _write_files(self, path: Path, line: bytes, step: int, numbers: Mapping[str, float]) -> None:
+        if append_line(path / METRICS, line, self._max_bytes):
+            self._begin_board()
+        self._board = self._board or SummaryWriter(str(path / BOARD))
+        for tag, value in numbers.items():
+            self._board.add_scalar(tag, value, step)
 
     def _begin_board(self) -> None:
         """Begins a new file of TensorBoard's, and removes all but the last."""
         assert self._path
-        assert self._board
-        self._board.close()
+        if self._board:
+            self._board.close()
         for file in sorted((self._path / BOARD).glob("events.*"), key=lambda file: file.stat().st_mtime)[:-1]:
             file.unlink()
         self._board = SummaryWriter(str(self._path / BOARD))

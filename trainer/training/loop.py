@@ -383,14 +383,14 @@ class Trainer:
                     self.checkpoints.abandon()
                 raise
 
-    def open_log(self, max_bytes: int = 0) -> MetricsLog:
+    def open_log(self, max_bytes: int = 0, *, may_drop: bool = False) -> MetricsLog:
         """Opens the metrics log, see there; it writes, and trackers follow it, on the first process only."""
         if not self.process.is_first:
             return MetricsLog(None)
         folder, settings = self.place.folder, to_plain(self.config) | {"derived": self.plan.describe()}
         run = TrackedRun(folder, flattened(settings), flattened(self.state.environment))
         trackers = [Tracking(name, TRACKERS[name](), run) for name in dict.fromkeys(self.config.train.trackers)]
-        return MetricsLog(folder, self.steps, trackers, max_bytes=max_bytes)
+        return MetricsLog(folder, self.steps, trackers, max_bytes=max_bytes, may_drop=may_drop)
 
     def step(self, batches: Iterator[Batch], passes: int = 1) -> Step:
         """Trains on the next batch, or on several that are parts of one; does not wait for the device unless

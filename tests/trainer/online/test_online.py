@@ -148,6 +148,21 @@ def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: 
         run(case, tmp_path / "run", *settings, "online.lateness='7s'", **again)
 
 
+def test_a_journal_that_cannot_be_shortened_is_shortened_later(case: Path, tmp_path: Path, caplog: Any) -> None:
+    """A folder is where the shortened one is written; the run continues."""
+    settings = ["online.snapshot_seconds=0", "checkpoint.keep_last=1"]
+    tables = list(drifting_tables(DRIFT, 0, 1000, chunk_rows=100))
+    write_stream(tmp_path / "in", tables[:5])
+    run(case, tmp_path / "run", *settings, source=tmp_path / "in")
+    (tmp_path / "in" / "_END").unlink()
+    write_stream(tmp_path / "in", tables[5:], first=5)
+    (tmp_path / "run" / "journal.partial").mkdir()
+    caplog.clear()
+    run(case, tmp_path / "run", *settings, source=tmp_path / "in", resume=True)
+    assert "warning: journal is shortened after a later snapshot only: [Errno 21] Is a directory" in caplog.text
+    (tmp_path / "run" / "journal.partial").rmdir()
+
+
 def test_what_is_left_out_is_reported_while_nothing_is_trained_on(case: Path, tmp_path: Path, caplog: Any) -> None:
     """A hundred samples that are a year late, after three batches."""
     (table,) = drifting_tables(DRIFT, 0, 300, chunk_rows=300)

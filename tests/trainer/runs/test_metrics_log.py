@@ -178,6 +178,28 @@ def test_messages_have_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     assert without_secrets(text) == "refused ***, *** at http://***@host:5000/x and s3://***@b"
 
 
+def test_lines_that_cannot_be_written_are_left_out_with_one_warning(tmp_path: Path, caplog: Any) -> None:
+    """Steps 3 and 4, while a folder is in the file's place; without `may_drop` this is an error."""
+    file, away = tmp_path / "metrics.jsonl", tmp_path / "away"
+    with MetricsLog(tmp_path / "strict") as strict:
+        (tmp_path / "strict" / "metrics.jsonl").mkdir()
+        with pytest.raises(IsADirectoryError):
+            strict.write("train", 1, loss=1.0)
+    with MetricsLog(tmp_path, may_drop=True) as log:
+        for step in range(1, 7):
+            if step == 3:
+                file.rename(away)
+                file.mkdir()
+            if step == 5:
+                file.rmdir()
+                away.rename(file)
+            log.write("train", step, loss=1.0)
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert steps(tmp_path) == [event.step for event in board.Scalars("train/loss")] == [1, 2, 5, 6]
+    (warning,) = (each.getMessage() for each in caplog.records if each.levelno == logging.WARNING)
+    assert warning.startswith("warning: metrics are left out until they can be written: [Errno 21] Is a directory")
+
+
 def steps(run_dir: Path) -> list[int]:
     return RunCurves.read("run", run_dir / "metrics.jsonl").series("loss")[0].astype(int).tolist()
 
