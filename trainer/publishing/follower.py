@@ -172,8 +172,10 @@ class VersionFollower:
         if self._reader.waits_for_full:
             why = f" ({self._reader.damaged_because})" if self._reader.damaged_because else ""
             return f"versions of {self.url} are damaged or missing{why}; the next full version will be applied"
-        if not self._error and self._reader.is_empty and math.isnan(self.applied_time):
-            return f"{self.url} has no version yet; check --follow, unless nothing was published so far"
+        if not self._error and self._reader.is_empty:
+            if math.isnan(self.applied_time):
+                return f"{self.url} has no version yet; check --follow, unless nothing was published so far"
+            return f"{self.url} has lost its versions; check it, the next full version will be applied"
         return self._error
 
     def start(self) -> None:

@@ -123,9 +123,12 @@ def test_a_target_that_fails_only_delays_versions(folder: Path, tmp_path: Path) 
         assert server.metrics()["cowrec_following"] == 0
         answers_as(server, folder, "longer", version)
         redis.start()
-        server.wait_for("status", "ok")
+        wait_for(lambda: f"{shown} has lost its versions; check it" in server.health()["problem"])
+        assert server.ask("GET", "/readyz")[0] == 200
+        answers_as(server, folder, "longer", version)
         later = published(publisher, everything(folder / "export", 5))
         server.wait_for("version", later)
+        server.wait_for("status", "ok")
         answers_as(server, folder, "run", later)
         printed = server.send(signal.SIGTERM)[1]
         assert printed.count("cannot be reached") == printed.count(f"{shown} is followed again") == 1, printed
