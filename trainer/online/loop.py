@@ -43,6 +43,7 @@ from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.training.dataloading import even_slice
 from cowrec.trainer.training.loop import Trainer, require_run_dir
+from cowrec.trainer.training.saved_run import warm_start
 
 from .measurements import WINDOW_FILE, Measurements, metrics_endpoint
 from .publication import Due, OnlinePublication
@@ -134,6 +135,8 @@ class _OnlineRun:
     def follow(self, publish: str | None, resume: bool) -> dict[str, Any]:
         """Runs from the first sample, or from the newest checkpoint, to the end of the stream."""
         position = self.resume() if resume else None
+        if self.config.train.warm_start and not self.trainer.steps:
+            warm_start(self.state)
         with ExitStack() as opened:
             on_first(self.process, lambda: self.open_stream(position, opened))
             if publish:

@@ -23,6 +23,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.config.run import load_config
+from cowrec.trainer.export.export import export_run
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.publishing.blob import decode
 from cowrec.trainer.publishing.target import Target, open_target
@@ -31,7 +32,7 @@ from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.training.loop import MOST_SET_ASIDE
 from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, make_case, write_stream
 from refusal import refused
-from run_comparison import assert_same, wait_for
+from run_comparison import assert_same, state_of, wait_for
 from trained_runs import metrics, write_network
 from trainer_cases import checkpoint, free_port, interrupted, make_data, tensors
 
@@ -146,6 +147,23 @@ def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: 
     assert served.counters()["removed_rows"] > 0
     with pytest.raises(ValueError, match=r"of another configuration: it has online\.lateness"):
         run(case, tmp_path / "run", *settings, "online.lateness='7s'", **again)
+
+
+def test_a_warm_start_takes_the_weights_and_ids_of_an_earlier_run(case: Path, tmp_path: Path) -> None:
+    """The export with which the run begins predicts exactly like the earlier run's; a resumed run keeps its own."""
+    given: dict[str, Any] = {"source": case / "short", "publish": str(tmp_path / "published")}
+    run(case, tmp_path / "first", source=case / "short")
+    run(case, tmp_path / "second", f"train.warm_start={tmp_path}/first", **given)
+    export_run(tmp_path / "first", tmp_path / "export")
+    codec = SampleCodec.load(case / "data")
+    block = codec.encode(codec.from_table(pq.read_table(case / "short"))).block
+    earlier, warm = (
+        ServedModel.load(tmp_path / folder).predict(block) for folder in ("export", Path("second", "base"))
+    )
+    assert np.array_equal(warm, earlier)
+    before = state_of(tmp_path / "second")
+    run(case, tmp_path / "second", f"train.warm_start={tmp_path}/first", **given, resume=True)
+    assert all(torch.equal(value, before[name]) for name, value in state_of(tmp_path / "second").items())
 
 
 def test_a_journal_that_cannot_be_shortened_is_shortened_later(case: Path, tmp_path: Path, caplog: Any) -> None:
