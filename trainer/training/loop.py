@@ -448,12 +448,12 @@ class Trainer:
         )
 
     def interrupted(self) -> Interrupted:
-        """Error for a run that was asked to stop and has saved a checkpoint."""
+        """Error for a run that was asked to stop and has saved a checkpoint, if it had taken a step."""
         self.checkpoints.finish()
-        return Interrupted(
-            f"stopped at step {self.steps}; saved {self.checkpoints.latest}; to continue, add --run-dir"
-            f" {self.place.name} --resume to the command"
-        )
+        nothing = "no checkpoint could be saved" if self.steps else "nothing was trained on yet"
+        saved = f"saved {self.checkpoints.latest}" if self.checkpoints.latest else nothing
+        resume = f"to continue, add --run-dir {self.place.name} --resume to the command"
+        return Interrupted(f"stopped at step {self.steps}; {saved}; {resume}")
 
     def write_statistics(self, log: MetricsLog, **labels: Any) -> None:
         """Writes the readings of the clip and of the id tables, where there are any."""

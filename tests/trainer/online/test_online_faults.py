@@ -17,7 +17,7 @@ import pytest
 
 from commands.forked_commands import run_forked
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
-from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, case_fixture, online_case
+from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, case_fixture, online_case, write_stream
 from process_groups import in_processes
 from run_comparison import assert_same, lines, wait_for
 from servers.redis_server import RedisServer, redis_server
@@ -96,6 +96,18 @@ def test_sigterm_saves_while_the_source_blocks(case: Path, undisturbed: Path, tm
     last.write_bytes(content)
     finish(parts)
     assert_same(tmp_path / "run", undisturbed)
+
+
+def test_sigterm_before_the_first_step(case: Path, tmp_path: Path, start: Callable) -> None:
+    """While samples wait for others to make a batch."""
+    write_stream(tmp_path / "in", list(drifting_tables(DRIFT, 0, 10, chunk_rows=10)), end=False)
+    given = ["online.report_seconds=0", "online.max_wait_seconds=0"]
+    process = start(*command(case, tmp_path / "run", *given, source=tmp_path / "in"))
+    wait_for(lambda: lines(tmp_path / "run") or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=600)
+    assert process.returncode == 130
+    assert "stopped at step 0; nothing was trained on yet; to continue, add --run-dir" in said
 
 
 def on_a_small_disk(_: int, case: dict[str, Any], size: int) -> None:
