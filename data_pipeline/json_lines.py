@@ -227,12 +227,29 @@ def _id(value: Any, column: ColumnType) -> str:
     """Returns the id that the same value has in Parquet."""
     if isinstance(value, bool):
         text = "true" if value else "false"
+    elif _is_fraction(value):
+        (text,) = _fractions([value]).values()
     elif isinstance(value, float) and isfinite(value):
-        whole = value.is_integer() and abs(value) < _INT64
-        text = str(int(value)) if whole else pa.array([value]).cast(pa.string())[0].as_py()
+        text = str(int(value))
     else:
         text = _text(value, column)
     return "" if text in column.null else text
+
+
+def _ids(values: Sequence[Any], column: ColumnType) -> list[str]:
+    """Converts values as `_id` does, but all fractions at once, which is much faster than one by one."""
+    texts = _fractions(fractions) if (fractions := [each for each in values if _is_fraction(each)]) else {}
+    return [_id(texts.get(each, each) if isinstance(each, float) else each, column) for each in values]
+
+
+def _is_fraction(value: Any) -> bool:
+    """Returns whether a value is a finite float that has no decimal digits as an int64."""
+    return isinstance(value, float) and isfinite(value) and not (value.is_integer() and abs(value) < _INT64)
+
+
+def _fractions(values: list[float]) -> dict[float, str]:
+    """Returns the text of floats as Arrow writes it."""
+    return dict(zip(values, pa.array(values).cast(pa.string()).to_pylist(), strict=True))
 
 
 def _texts(value: Any, column: ColumnType) -> list[str]:
@@ -240,7 +257,7 @@ def _texts(value: Any, column: ColumnType) -> list[str]:
         return [_id(each, column) for each in _text(value, column).split(column.separator)]
     if not isinstance(value, list):
         raise _WrongValue
-    return [_id(each, column) for each in value]
+    return _ids(value, column)
 
 
 def _pairs(value: Any, column: ColumnType) -> list[dict[str, Any]]:
@@ -250,7 +267,8 @@ def _pairs(value: Any, column: ColumnType) -> list[dict[str, Any]]:
         raise _WrongValue
     if any(isinstance(each.get("weight"), str) for each in value):
         raise _WrongValue
-    return [{"id": _id(each.get("id"), column), "weight": _weight(each.get("weight"))} for each in value]
+    ids = _ids([each.get("id") for each in value], column)
+    return [{"id": name, "weight": _weight(each.get("weight"))} for name, each in zip(ids, value, strict=True)]
 
 
 def _weight(value: Any) -> float | None:
