@@ -287,13 +287,15 @@ class DirtyRows:
     def take(self, peers: Peers) -> dict[str, Tensor]:
         """Returns the rows of each table that some process has marked, int64 [n], ascending, and clears all flags.
 
-        All processes call together and get the same rows.
+        Reserved rows count as marked, since updates of absent rows move them too, and they have no ids that occur. All
+        processes call together and get the same rows.
         """
         found, first = {}, 0
         for chunk in peers.all_columns(self._dirty.nonzero().T):
             self._dirty[chunk[0]] = True
         for spec in self._specs:
             dirty = self._dirty[first : first + spec.num_embeddings]
+            dirty[:RESERVED_ROWS] = True
             found[spec.name] = dirty.nonzero().flatten()
             dirty.zero_()
             first += spec.num_embeddings

@@ -30,7 +30,7 @@ from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.training.loop import MOST_SET_ASIDE
-from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, make_case, write_stream
+from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, followed, make_case, write_stream
 from refusal import refused
 from run_comparison import assert_same, state_of, wait_for
 from trained_runs import metrics, write_network
@@ -164,6 +164,21 @@ def test_a_warm_start_takes_the_weights_and_ids_of_an_earlier_run(case: Path, tm
     before = state_of(tmp_path / "second")
     run(case, tmp_path / "second", f"train.warm_start={tmp_path}/first", **given, resume=True)
     assert all(torch.equal(value, before[name]) for name, value in state_of(tmp_path / "second").items())
+
+
+def test_readers_have_the_rows_of_unknown_and_missing_ids_exactly(case: Path, tmp_path: Path) -> None:
+    """Which L2 moves at each step under "replay", though no sample has them; a last delta follows the first version."""
+    settings = ["online.publish_seconds=1000", "optimizer.absent_rows=replay", "optimizer.l2=0.01"]
+    run(case, tmp_path / "run", *settings, source=case / "short", publish=str(tmp_path / "published"))
+    served = followed(tmp_path / "run", tmp_path / "published")
+    export_run(tmp_path / "run", tmp_path / "export")
+    codec = SampleCodec.load(case / "data")
+    samples = [dict.fromkeys(codec.columns, given) for given in (None, 10**15)]
+    for sample in samples:
+        sample |= {name: 0.5 for name in codec.columns if name.startswith("I")}
+    block, bad = codec.encode_request(samples)
+    assert (served.step, bad) == (1000 // 64 + 1, ())
+    assert np.array_equal(served.predict(block), ServedModel.load(tmp_path / "export").predict(block))
 
 
 def test_a_journal_that_cannot_be_shortened_is_shortened_later(case: Path, tmp_path: Path, caplog: Any) -> None:
