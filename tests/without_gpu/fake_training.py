@@ -28,6 +28,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed import embeddingbag, model_parallel
 
@@ -38,6 +39,7 @@ from cowrec.models import build_model
 from cowrec.sparse_opt.clipping.update_check import UpdateCheck
 from cowrec.sparse_opt.tbe import lookup
 from cowrec.trainer.config.run import config_from, with_defaults
+from cowrec.trainer.runs.checkpoint import _CpuStager
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.stopping import LossWatch
 from cowrec.trainer.sharded_model import build
@@ -107,6 +109,7 @@ def _reported(case: Case) -> Report:
                 stack.enter_context(sizes_of_peers(waits))
             run = _Run(case, stack.enter_context(recorded_launches()))
             report = _report(run, waits)  # keeps no tensor
+            run.save()
             return replace(report, lost=run.lost())
     except Exception:
         return Report(error=traceback.format_exc())
@@ -185,6 +188,13 @@ class _Run:
             self._step()
         return _Record(self._watch.calls, list(self._launches)), self._graph
 
+    def save(self) -> None:
+        """Copies the run's state as a checkpoint does, to the CPU."""
+        with self._state._as_stored():
+            state = self._state._weights() | self._state._tables(None)
+            copied = _CpuStager().stage(state | {"dense_optimizer": self._state.dense_optimizer.tensors()})
+        assert "cuda" not in devices(_local_tensors(copied))
+
     def lost(self) -> list[str]:
         """Places of the captured graph whose memory is gone, after steps of other sizes have taken place."""
         read, self._graph = self._reads.read, _Record([], [])
@@ -237,6 +247,13 @@ class _Run:
 def devices(arguments: Any) -> set[str]:
     """Kinds of devices of the tensors among arguments."""
     return {each.device.type for each in tree_leaves(arguments) if isinstance(each, Tensor)}
+
+
+def _local_tensors(state: Any) -> Any:
+    """Nested dictionaries with this process's shards in the place of sharded tensors."""
+    if isinstance(state, dict):
+        return {key: _local_tensors(each) for key, each in state.items()}
+    return [each.tensor for each in state.local_shards()] if isinstance(state, ShardedTensor) else state
 
 
 def _schema(config: dict[str, dict[str, Any]]) -> Schema:

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from itertools import zip_longest
 from math import isfinite
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -133,9 +134,10 @@ class Checkpoints:
         self.latest: Path | None = None
         self.folder = place.folder / CHECKPOINTS
         self._place, self._config, self._process, self._say, self._lost = place, config, process, say, lost
-        # The writing threads need their own group: their collectives must not interleave with the model's.
-        alone = process.world_size == 1
-        self._group = None if alone else dist.new_group(backend="gloo", timeout=max(process.timeout, _LONGEST_SKEW))
+        # The writing threads need their own group: their collectives must not interleave with the model's, and are on
+        # the CPU, which the default group of a single GPU does not reach.
+        own = process.world_size > 1 or process.device.type == "cuda"
+        self._group = dist.new_group(backend="gloo", timeout=max(process.timeout, _LONGEST_SKEW)) if own else None
         self._pending: tuple[int, Future[Path | None]] | None = None
         self._failure: str | None = None
 
@@ -276,12 +278,20 @@ def _cpu_copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _cpu_copy(each) for key, each in value.items()}
     if isinstance(value, ShardedTensor):
-        shards = [Shard(_cpu_copy(shard.tensor), shard.metadata) for shard in value.local_shards()]
+        whole = value.metadata()
+        on_cpu = replace(whole, shards_metadata=[_placed_on_cpu(each) for each in whole.shards_metadata])
+        shards = [Shard(_cpu_copy(each.tensor), _placed_on_cpu(each.metadata)) for each in value.local_shards()]
         return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, value.metadata(), process_group=value._process_group
+            shards, on_cpu, process_group=value._process_group
         )
     assert isinstance(value, Tensor)
     return value.detach().to("cpu", copy=True)
+
+
+def _placed_on_cpu(shard: ShardMetadata) -> ShardMetadata:
+    """Describes a shard's copy on the CPU of its process; a shard must be on the device that its description names."""
+    assert shard.placement is not None
+    return replace(shard, placement=torch.distributed._remote_device(f"rank:{shard.placement.rank()}/cpu"))
 
 
 def _seal(partial: Path, progress: Progress, about: dict[str, Any], keep: CheckpointConfig, elsewhere: Files) -> Path:
