@@ -473,8 +473,8 @@ def choose_checkpoint(
 
 
 def checkpoint_keys(path: Path) -> set[str]:
-    """Top-level keys of the state that a checkpoint holds."""
-    return {key.partition(".")[0] for key in _TensorReader(path).read_metadata().state_dict_metadata}
+    """Keys of the tensors that a checkpoint holds; those of nested dictionaries are joined by dots."""
+    return set(_TensorReader(path).read_metadata().state_dict_metadata)
 
 
 def read_checkpoint(path: Path, state: dict[str, Any], fetch: Fetch = all_present) -> None:

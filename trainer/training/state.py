@@ -215,7 +215,7 @@ class TrainState:
     def resume(self, checkpoints: Checkpoints) -> Progress | None:
         """Loads the newest intact checkpoint of the run in place; None where there is none.
 
-        If the number of processes has changed, they start with new random numbers.
+        If the number of processes has changed, they start with new random numbers; so does a GPU after a run on CPU.
 
         Raises:
             ValueError: all checkpoints are damaged, of another format, or do not fit the run.
@@ -227,7 +227,11 @@ class TrainState:
         self._begin_stages_before(progress.step)
         with readable(path), self._as_stored():
             keys = checkpoint_keys(path)
-            random = {key: value for key, value in random_state(self._process).items() if key in keys}
+            random = {
+                key: {kind: each for kind, each in generators.items() if f"{key}.{kind}" in keys}
+                for key, generators in random_state(self._process).items()
+                if f"{key}.cpu" in keys
+            }
             state = self._everything(progress.step) | random
             checkpoints.read(path, state)
             self._load(state)

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cowrec.data_pipeline.files import checksum, locked_folder
 from cowrec.trainer.runs.checkpoint import find_checkpoint
-from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.runtime.processes import Process, process_group
+from cowrec.trainer.sharded_model.step_guard import random_state
+from cowrec.trainer.training import state as training_state
 from cowrec.trainer.training.saved_run import evaluate_run
 from refusal import refused
 from run_comparison import assert_same, state_of
@@ -126,6 +129,20 @@ def test_an_epoch_ends_on_the_kind_of_device_it_began_on(folder: Path, uninterru
         run(folder, tmp_path / "at3", resume=True)
     run(folder, tmp_path / "at5", resume=True)
     assert_same(tmp_path / "at5", uninterrupted)
+
+
+def test_a_run_that_began_on_cpu_goes_on_with_a_gpu(
+    folder: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint has no random state of a GPU."""
+
+    def with_gpu(process: Process) -> dict[str, Any]:
+        return {key: each | {"cuda": torch.zeros(16).byte()} for key, each in random_state(process).items()}
+
+    copy = interrupted(uninterrupted, 5, tmp_path / "copy")
+    monkeypatch.setattr(training_state, "random_state", with_gpu)
+    run(folder, copy, resume=True)
+    torch.testing.assert_close(state_of(copy), state_of(uninterrupted), rtol=0, atol=0)
 
 
 def rewrite_manifest(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
