@@ -67,7 +67,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
         if sample.columns.count(name) == 1 and name
     }
     # Each folder has many rows, so that its value does not identify one.
-    given = {name: guess_column(name, values * 3) for name, values in sample.partition.items()}
+    given = {name: guess_column(name, [*values] * 3) for name, values in sample.partition.items()}
     guesses |= given if sample.header else {}
     repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
     place = os.fspath(path) + ", whose first line was taken as a sample and not as a header" * (not sample.header)
@@ -234,7 +234,7 @@ class RawSample:
     notes: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict)
     path: str = ""
-    partition: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    partition: Mapping[str, list[str]] = field(default_factory=dict)
 
 
 def read_sample(path: str | os.PathLike[str], label: str = "") -> RawSample:

@@ -164,15 +164,15 @@ class StepHistory:
         for number, lr in enumerate(lrs.tolist()):
             if max(self._betas.products(first + number)) < _NOTHING:
                 # Powers in numpy may be rounded otherwise; but here all corrections are 1, to the last bit.
-                for column, values in zip(columns, self.scalars(first + number, lrs[number:]), strict=True):
-                    column[number:] = values
+                for column, rest in zip(columns, self.scalars(first + number, lrs[number:]), strict=True):
+                    column[number:] = rest
                 break
             columns[:, number] = self.scalars(first + number, lr)
         both = torch.from_numpy(columns)
         if self.schedule.step_sizes.is_cuda:
             both = both.pin_memory()
-        for values, column in zip(self.schedule, both, strict=True):
-            values[first - 1 : first - 1 + len(lrs)].copy_(column, non_blocking=True)
+        for values, written in zip(self.schedule, both, strict=True):
+            values[first - 1 : first - 1 + len(lrs)].copy_(written, non_blocking=True)
 
     def _reserve(self, steps: int) -> None:
         capacity = len(self.schedule.step_sizes)

@@ -61,7 +61,6 @@ def test_the_end_waits_for_no_thread_and_a_full_disk_is_no_success() -> None:
     assert re.fullmatch(r"cowrec: error: .*No space left on device.*\n", full.stderr)
 
 
-
 def test_sigterm_saves_and_a_pipe_sees_progress(folder: Path) -> None:
     """With one sample per step an epoch has 205 steps, and the request to stop arrives in the middle of one."""
     run = folder / "run"
@@ -220,7 +219,7 @@ MISTAKES = {
     f"{TUNE} --dense-lr fixed --embedding-lr fixed --set optimizer.l2=0": "nothing to search: give a range with --emb",
     "predict none --data none -o no/p.parquet": "no/p.parquet cannot be written: the folder no does not exist; create",
     "predict none --data none -o {data}": "data is a folder; name a file, such as",
-    "plan {toml} --data {data} --hosts 1 -o no/p.json": "no/p.json cannot be written: the folder no does not exist; create it",
+    "plan {toml} --data {data} --hosts 1 -o no/p.json": "no/p.json cannot be written: the folder no does not",
     "schema infer {toml} -o no/s.toml": "no/s.toml cannot be written: the folder no does not exist; create it first",
     "bench -o no/bench.jsonl": "no/bench.jsonl cannot be written: the folder no does not exist; create it first",
     "bench -o {toml}": "run.toml exists, with earlier measurements; choose another --output, or remove it",
