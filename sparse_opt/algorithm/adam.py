@@ -25,7 +25,7 @@ class FtrlConfig:
     Attributes:
         alpha: rate of a weight, > 0: its first step is ``alpha * g / (beta + |g|)``.
         beta: added to the root of the sum of squares, > 0, in units of the gradient of one sample's loss.
-        batch_size: samples of the global batch.
+        batch_size: samples of the global batch; :meth:`EmbeddingAdam.set_ftrl_samples` changes it for shorter ones.
 
     Raises:
         ValueError: a value is out of range.

@@ -237,6 +237,11 @@ class EmbeddingAdam(FusedOptimizer):
         for collection in self.collections:
             collection.reconfigure(config, after)
 
+    def set_ftrl_samples(self, samples: int) -> None:
+        """Sets ``wide.batch_size`` of the coming steps, as before a last, shorter batch; has no effect without FTRL."""
+        for adam in self.lookups:
+            adam.set_ftrl_samples(samples)
+
     def catch_up(self, table: str, rows: Tensor) -> None:
         """Brings rows of a table (distinct, int64 [n]) up to date, as far as they are replayed and held here."""
         for adam in (each for each in self.lookups if each.replays):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from threading import RLock
@@ -97,6 +98,12 @@ class LookupAdam:
         limits = self.clipped.limits.per_table
         self._clips_absent = any(absent_clip_binds(limit, config) for limit in limits)
         self._thresholds = decay_thresholds(config, max(self._lr_factors.tolist()), limits)
+
+    def set_ftrl_samples(self, samples: int) -> None:
+        """See :meth:`EmbeddingAdam.set_ftrl_samples`."""
+        if self._config.wide and self._config.wide.batch_size != samples:
+            self._config = replace(self._config, wide=replace(self._config.wide, batch_size=samples))
+            self._ftrl = ftrl_constants(self._config.wide)
 
     @property
     def lookup(self) -> TbeLookup:

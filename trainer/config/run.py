@@ -214,8 +214,8 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
         size, l2 = begun.train.batch_size, begun.optimizer.l2
         lr, decay = begun.optimizer.embedding_lr, begun.optimizer.lr_decay
     else:
-        size = min(max(1 << max(samples // 100, 1).bit_length() - 1, 64), 512)
         trained = samples - round(samples * train.validation_fraction)
+        size = min(max(1 << max(trained // 100, 1).bit_length() - 1, 64), 512)
         if train.batch_size == AUTO_BATCH:
             size = max(largest_batch(trained, train.epochs, MOST_AUTO_BATCH), 64)
         is_adam = "adam" in optimizer.embedding

@@ -102,6 +102,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_at_least("train", self, "log_seconds batch_ramp patience")
+        if self.batch_ramp and self.on_nonfinite == "skip":
+            raise ValueError(
+                f'train.batch_ramp = {self.batch_ramp} needs train.on_nonfinite = "stop": a batch that is skipped is no'
+                " step, and batches of the next size would train with the settings of the one before"
+            )
         is_size = isinstance(self.batch_size, int) and self.batch_size >= AUTO_BATCH
         require("train.batch_size", self.batch_size, is_size, f'at least 0, or "auto", in Python {AUTO_BATCH}')
         require_at_least("train", self, "eval_batch_size epochs log_every timeout_seconds", 1)
@@ -208,7 +213,7 @@ class OptimizerConfig:
             "adam".
         dense_weight_decay: the same for all parameters of the network, biases included. Both are values at the base
             batch size; the scaling rules keep the decay of a sample.
-        cross_l2: coefficient of the squares of the cross layers' parameters; not scaled.
+        cross_l2: coefficient of the squares of the parameters of cross layers, CIN and AutoInt; not scaled.
         wide: optimizer of the wide weights. "ftrl" is FTRL-Proximal (McMahan et al. 2013) without L1, that is, Adagrad:
             a weight's own rate falls as its id occurs. L2, weight decay and lr_decay do not apply to it. For ids that
             keep coming, as online. Needs optimizer.embedding = "adam".

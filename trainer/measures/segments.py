@@ -91,8 +91,8 @@ class Segments:
         order = (-of_groups).argsort(kind="stable")
         order = order[of_groups[order] > 0]
 
-        def measured(chosen: np.ndarray) -> dict[str, Any]:
-            return measure(split.where(torch.from_numpy(samples[chosen]))).without_bins().values()
+        def measured(chosen: np.ndarray) -> dict[str, Any]:  # of a sample in several of the groups once
+            return measure(split.where(torch.from_numpy(np.unique(samples[chosen])))).without_bins().values()
 
         names = self.names(self.values[order[:top]])
         largest = [

@@ -263,7 +263,7 @@ class Schedule:
         decay = config.lr_decay or "none"
         steps = ramp.full_steps(total_steps) if isinstance(decay, str) else decay * epoch_steps
         return cls(
-            warmup_steps=ceil(config.warmup_epochs * epoch_steps),
+            warmup_steps=ceil(config.warmup_epochs * epoch_steps - 1e-9),
             decay=decay,
             decay_steps=steps,
             ramp=ramp,

@@ -3,7 +3,7 @@
 B samples of this rank, T tasks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -71,7 +71,12 @@ class MeanLoss(nn.Module):
             this mean, so that the loss has the same scale with and without weights.
         task_weights: weight of each of T > 1 tasks. The loss is then the sum over the tasks of the weight times the
             mean over the samples of the global batch whose label is known; 0 for a task without such samples.
+
+    Attributes:
+        tell_samples: called in every forward with the samples of the step's global batch, where it is set.
     """
+
+    tell_samples: Callable[[int], None] | None = None
 
     _task_weights: Tensor
 
@@ -86,6 +91,8 @@ class MeanLoss(nn.Module):
 
     def forward(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss, a scalar, and the logits, [B] or [B, T], of logits of B or more samples."""
+        if self.tell_samples:
+            self.tell_samples(round(batch.global_batch_size / batch.share))
         if self._world_size > 1:  # samples after the last label are padding; see even_slices
             logits = logits[: len(batch.label)]
         if self._num_tasks > 1:

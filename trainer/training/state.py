@@ -94,6 +94,8 @@ class TrainState:
             tables = {spec.name: shown_name(spec.name) for spec in plan.tables}
             self.clip_watch = ClipWatch(self.embedding_optimizer.stats, tables, process)
         self._values = plan.scaled.hyperparameters
+        if self.adam and config.optimizer.wide == "ftrl":
+            self.model.module.loss.tell_samples = self.adam.set_ftrl_samples
         self._guard = StepGuard(self.model, process) if on_nonfinite == "skip" else None
         admits = self._guard.admits if self._guard else None
         dense = dense_parameters(self.model)

@@ -139,10 +139,12 @@ def test_ftrl_needs_columns_and_values_in_range() -> None:
 def test_ftrl_moves_weights_alike_in_all_batch_sizes() -> None:
     """A row that occurs once in a batch gets the same steps from batches of 8 and of 4 samples."""
     moved = []
-    for problem in (CASE, replace(CASE, pass_size=4)):
+    for problem, told in ((CASE, False), (replace(CASE, pass_size=4), False), (replace(CASE, pass_size=4), True)):
         model = sharded_model(problem)
-        config = AdamConfig(wide=FtrlConfig(0.1, 1e-2, batch_size=problem.batch))
+        config = AdamConfig(wide=FtrlConfig(0.1, 1e-2, batch_size=8 if told else problem.batch))
         optimizer = EmbeddingAdam(model, config, clip_columns=2)
+        if told:
+            optimizer.set_ftrl_samples(4)
         before = state_of(model)
         for step in range(20):
             rng, drawn = np.random.default_rng(step), {}
@@ -153,6 +155,7 @@ def test_ftrl_moves_weights_alike_in_all_batch_sizes() -> None:
             model(batch_of(problem, [drawn], 0, problem.batch))[0].backward()
         moved.append({key: value - before[key] for key, value in state_of(model).items()})
         optimizer.remove()
+    assert_equal(moved[2], moved[1])
     for key, value in moved[0].items():
         np.testing.assert_allclose(value[:, 2:], moved[1][key][:, 2:], rtol=1e-5)
         assert abs(value[3, 2:]).min() > 0

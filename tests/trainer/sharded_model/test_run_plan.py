@@ -56,6 +56,7 @@ def test_a_fall_comes_at_the_step_that_is_meant() -> None:
     schedule = Schedule.of_epochs(OptimizerConfig(lr_decay=0.7), 10, 100, BatchRamp())
     rates = [schedule.dense_lr(Hyperparameters(0.0, 1.0, 0.0), step) for step in (6, 7, 13, 14)]
     assert rates == pytest.approx([1, 0.1, 0.1, 0.01])
+    assert Schedule.of_epochs(OptimizerConfig(warmup_epochs=0.07), 100, 100, BatchRamp()).warmup_steps == 7
 
 
 folder = data_folder("price", "city", "tags")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cowrec.data_pipeline import Reader
-from cowrec.sparse_opt import Hyperparameters, scale_hyperparameters
+from cowrec.sparse_opt import EmbeddingAdam, Hyperparameters, scale_hyperparameters
 from cowrec.trainer import RunConfig, evaluate
 from cowrec.trainer.config.sections import OptimizerConfig, TrainConfig
 from cowrec.trainer.sharded_model.run_plan import BatchRamp, Schedule
@@ -35,6 +35,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ramp(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
     return run(folder, run_dir, *ALWAYS, *RAMP, *overrides, resume=resume)
+
+
+def test_ftrl_takes_the_samples_of_each_batch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is the mean over the batch that there is, which the last one of an epoch makes short."""
+    seen, told = [], EmbeddingAdam.set_ftrl_samples
+
+    def tell(adam: EmbeddingAdam, samples: int) -> None:
+        seen.append(samples)
+        told(adam, samples)
+
+    monkeypatch.setattr(EmbeddingAdam, "set_ftrl_samples", tell)
+    for number, passes in enumerate(([], ["train.accumulation=3"])):
+        seen.clear()
+        run(folder, tmp_path / str(number), "train.batch_size=51", "train.epochs=1", "optimizer.wide=ftrl", *passes)
+        trained = seen[: 4 * (3 if passes else 1) + 1]
+        assert list(dict.fromkeys(trained)) == [51, 1]
 
 
 TO_512 = (64, 128, 256, 512)

@@ -217,6 +217,7 @@ REFUSED = {
     "optimizer.embedding=sgd clip.rule=none": r"give each row its L2 .* .field 'tags'.* optimizer.l2 = 0",
     "train.batch_ramp=-1": "train.batch_ramp must be at least 0, got -1",
     "train.batch_ramp=2 optimizer.embedding=fbgemm_adam": ".fbgemm_adam. keeps those that it was built with",
+    "train.batch_ramp=2 train.on_nonfinite=skip": 'batch_ramp = 2 needs train.on_nonfinite = "stop"',
     "train.batch_ramp=2 optimizer.embedding=sgd": ".sgd. keeps those that it was built with",
     "train.batch_ramp=3 optimizer.base_batch_size=6": "takes 270 .* of 6, 12, 24, 48, but there are 205 to train",
     "train.accumulation=52": "train.accumulation must be from 1 to train.batch_size = 51, got 52",
