@@ -32,6 +32,8 @@ MIN_BACKOFF, MAX_BACKOFF = 0.05, 5.0
 REPLAY_SECONDS = 60.0
 PARTITIONS_SECONDS = 30.0
 """Time between two looks for partitions that were added."""
+MOST_CONSUMED = 100_000
+"""Messages that Kafka is asked for at once; librdkafka allows a million, and messages may lack between two offsets."""
 FIRST_ENTRIES = 64
 """Entries that Redis is asked for after there were none, or after a chunk was too large; doubled for each further poll.
 Redis cannot be told how many bytes to send."""
@@ -232,7 +234,7 @@ class KafkaSource:
         samples: list[bytes] = []
         no_more = self._kafka.KafkaError._PARTITION_EOF, self._kafka.KafkaError._AUTO_OFFSET_RESET
         while time.monotonic() < deadline:
-            for message in self._consumer.consume(max(1, end - start), 0.1):
+            for message in self._consumer.consume(min(max(1, end - start), MOST_CONSUMED), 0.1):
                 error = message.error()
                 if error is not None and error.code() in no_more:
                     return Chunk(partition, start, end, samples)  # the stream compares the number of samples

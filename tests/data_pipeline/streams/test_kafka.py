@@ -52,6 +52,13 @@ def test_partitions_added_while_running_are_read_from_their_beginning(broker, mo
     source.close()
 
 
+def test_offsets_far_apart_are_read_again(broker):
+    """As of a compacted topic; librdkafka is asked for at most a million messages at once."""
+    source = open_source(topic(broker, "sparse", 5))
+    assert contents([source.read("0", 0, 3_000_000)]) == [0, 1, 2, 3, 4]
+    source.close()
+
+
 def test_chunks_are_bounded_in_bytes(broker, monkeypatch):
     monkeypatch.setattr("cowrec.data_pipeline.streams.source.CHUNK_BYTES", 1000)
     source = open_source(topic(broker, "large", 200))
