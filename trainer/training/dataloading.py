@@ -2,14 +2,20 @@
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes, resident_bytes
+from cowrec.data_pipeline.dataset.schema import TIME
+from cowrec.data_pipeline.dataset.shards import shard_path
+from cowrec.sparse_opt.id_tables.config import TIME_LIMIT
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 
 
@@ -32,13 +38,15 @@ def training_readers(plan: RunPlan) -> Readers:
     """Opens the readers of a run. All stream.
 
     Raises:
-        ValueError: the folder is not a data set, or a split cannot be trained on or evaluated.
+        ValueError: the folder is not a data set, a split cannot be trained on or evaluated, or id tables do not take
+            the times of its samples.
     """
     config, schema, process, ramp = plan.config, plan.schema, plan.process, plan.ramp
     data_dir = Path(config.data.dir)
     has_split = "validation" in schema.splits
     for split in ("train", "test", *(["validation"] if has_split else [])):
         require_labels(schema, split, data_dir)
+    _require_times(plan, data_dir)
     if has_split and config.train.validation_fraction:
         raise ValueError(
             f"train.validation_fraction = {config.train.validation_fraction} takes samples from the training split, but"
@@ -106,6 +114,28 @@ def even_slice(batch: Batch, world_size: int) -> Batch:
         length_per_key=sparse.length_per_key(),  # a sample without ids adds none
     )
     return dataclasses.replace(batch, dense=dense, sparse=padded)
+
+
+def _require_times(plan: RunPlan, data_dir: Path) -> None:
+    """Raises ValueError if training would end at a time that id tables do not take, by the statistics of the shards.
+
+    Shards that cannot be read, or are still in an object store, are reported when they are trained on.
+    """
+    if not plan.schema.timed or all(spec.ids.kind != "collisionless" for spec in plan.tables):
+        return
+    for number in range(len(plan.schema.split("train").shards)):
+        path, bounds = shard_path(data_dir, "train", number), list[int]()
+        with suppress(OSError, pa.ArrowException):
+            metadata = pq.read_metadata(path)
+            for group in map(metadata.row_group, range(metadata.num_row_groups)):
+                for column in map(group.column, range(group.num_columns)):
+                    if column.path_in_schema == TIME and column.statistics and column.statistics.has_min_max:
+                        bounds += [column.statistics.min, column.statistics.max]
+        if bounds and not 0 <= min(bounds) <= max(bounds) < TIME_LIMIT:
+            raise ValueError(
+                f"{path} has sample times from {min(bounds)} to {max(bounds)}, and id tables take Unix seconds in"
+                " [0, 2^32), the years 1970 to 2106; prepare the data again without such samples"
+            )
 
 
 def require_labels(schema: Schema, name: str, data_dir: Path) -> None:

@@ -29,12 +29,12 @@ from cowrec.trainer.publishing.blob import decode
 from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.serving.served_model import ServedModel
-from cowrec.trainer.training.loop import MOST_SET_ASIDE
+from cowrec.trainer.training.loop import MOST_SET_ASIDE, train
 from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, followed, make_case, write_stream
 from refusal import refused
 from run_comparison import assert_same, state_of, wait_for
 from trained_runs import metrics, write_network
-from trainer_cases import checkpoint, free_port, interrupted, make_data, tensors
+from trainer_cases import checkpoint, edit_column, free_port, interrupted, make_data, tensors
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +216,10 @@ def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Pat
     timeless = make_data(tmp_path / "timeless", ("price", "city"))
     config = load_config(case / "run.toml", ["model.embedding_dims={}"])
     refused("goes by the time of samples", online, config, timeless, str(case / "incoming"), tmp_path / "other")
+    early = shutil.copytree(case / "data", tmp_path / "early")
+    edit_column(early / "train" / "00000.parquet", "time", 3, -1)
+    given = load_config(case / "run.toml")
+    refused("has sample times from -1 to .*, the years 1970 to 2106", train, given, early, tmp_path / "other")
     weighted = shutil.copytree(case / "data", tmp_path / "weighted")
     schema = json.loads((weighted / "schema.json").read_text())
     (weighted / "schema.json").write_text(json.dumps(schema | {"sample_weights": True}))
