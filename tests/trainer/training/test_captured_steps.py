@@ -52,6 +52,8 @@ SCHEMA = Schema(
 SIZES = (*[BATCH] * 6, 3, BATCH, BATCH, 1, *[BATCH] * 6)
 EVALUATED_AFTER = (5, 8)
 SAVED_AFTER, LR_CHANGED_AFTER = 7, 9
+RESUMED = slice(3 * (SAVED_AFTER + 1) + 6, None)
+"""Results after the checkpoint: three of each step, and six of each evaluation."""
 CASES = (('optimizer.absent_rows="lazy"', 'model.name="dcnv2"'), ('optimizer.adam_epsilon="keras"',))
 
 
@@ -177,9 +179,8 @@ def compare(case: tuple[str, ...], process: Process) -> None:
     assert graph.warm_ups == WARMUP_STEPS + graph.captures - 1, "a step without a graph comes before each capture"
     assert graph.replays == SIZES.count(BATCH) - graph.warm_ups
     assert_equal(everything(state), end)
-    after = slice(3 * (SAVED_AFTER + 1) + 6, None)  # three results a step, and six of an evaluation
     assert captured(fresh, Graph(fresh)).resume(checkpoints)
-    assert_equal(train(fresh, range(SAVED_AFTER + 1, len(SIZES))), expected[after])
+    assert_equal(train(fresh, range(SAVED_AFTER + 1, len(SIZES))), expected[RESUMED])
     assert fresh.captured
     assert_equal(everything(fresh), end)
 
@@ -256,16 +257,22 @@ def test_reasons(overrides: str, process: Process) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu(case: tuple[str, ...]) -> None:
-    """Compares captured with uncaptured steps, both on CUDA."""
+    """Compares captured with uncaptured steps, both on CUDA, and with those that resume from a checkpoint."""
     with process_group("cuda") as process:
-        states = [
+        one, other, fresh = (
             TrainState(RunPlan.of(config_of(*case, f"train.cuda_graph={on}", 'train.device="cuda"'), SCHEMA, process))
-            for on in ("true", "false")
-        ]
-        results = [train(state, range(len(SIZES)), device="cuda") for state in states]
-        assert [state.captured for state in states] == [True, False]
-        assert_equal(*results)
-        assert_equal(*map(everything, states))
+            for on in ("true", "false", "true")
+        )
+        place = RunPlace(Path(tempfile.mkdtemp()), resume=True)
+        checkpoints = Checkpoints(place, CheckpointConfig(), process, print)
+        found = train(one, range(len(SIZES)), checkpoints, device="cuda")
+        checkpoints.finish()
+        assert_equal(found, train(other, range(len(SIZES)), device="cuda"))
+        assert [one.captured, other.captured] == [True, False]
+        assert_equal(everything(one), everything(other))
+        assert fresh.resume(checkpoints)
+        assert_equal(train(fresh, range(SAVED_AFTER + 1, len(SIZES)), device="cuda"), found[RESUMED])
+        assert_equal(everything(fresh), everything(one))
 
 
 if __name__ == "__main__":
