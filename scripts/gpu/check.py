@@ -2,7 +2,8 @@
 
 Start it with `bash scripts/gpu_check.sh`, which makes `import cowrec` work in a checkout. The parts, in this order:
 
-smoke       kernels, a full step and a captured graph compute what they should
+smoke       kernels, layers, a full step and a captured graph compute what they should
+resume      a run goes on from its checkpoint with the same bits; needs numba and pyarrow
 eager       steps at batch 128K and 1K without a CUDA graph
 graph       the same with captured steps
 kernels     a table of the kernels of one replay
@@ -12,10 +13,11 @@ tests       `pytest -m gpu -v`, graph and kernels first
 fused       FBGEMM's fused optimizer under attach_cowclip; needs FBGEMM's CUDA build
 bfloat16    captured steps with products in bfloat16
 
-The first five need neither numba nor pyarrow nor FBGEMM's CUDA build; without that, tests leaves fused optimizers out.
-Each part is a process with its own time; after it, SIGINT and then SIGKILL end the part, and the next one begins. Lines
-are added to results/HARDWARE/gpu_check.jsonl as they become known: figures, and how each part ended. Several runs add
-to one file. The exit status is 0 if all chosen parts passed; a speed below its target is reported but is not a failure.
+The parts up to clip_off, but for resume, need neither numba nor pyarrow, nor FBGEMM's CUDA build; without that, tests
+runs fewer files. All need a C compiler. Each part is a process with its own time; after it, SIGINT and then
+SIGKILL end the part, and the next one begins. Lines are added to results/HARDWARE/gpu_check.jsonl as they become known:
+figures, and how each part ended. Several runs add to one file. The exit status is 0 if all chosen parts passed; a speed
+below its target is reported but is not a failure.
 """
 
 import argparse
@@ -29,19 +31,33 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .machine import CUDA_BUILD, PACKAGES, ROOT, TEST_PACKAGES, about, append, gpu, lines_of, missing, versions
+from .machine import (
+    CUDA_BUILD,
+    MLPERF_PACKAGES,
+    PACKAGES,
+    ROOT,
+    RUN_PACKAGES,
+    TEST_PACKAGES,
+    about,
+    append,
+    gpu,
+    lines_of,
+    missing,
+    missing_compiler,
+    versions,
+)
 from .report import outcomes, slug, summary
 
 TAIL_CHARACTERS = 4000
 GRACE_SECONDS = 20.0
 """Time that a part has to end after SIGINT."""
-FUSED_TESTS = "not sgd and not adagrad and not fbgemm"
-"""Tests that are left are those of EmbeddingAdam, which needs no CUDA build of FBGEMM."""
+TESTS_OF_CPU_BUILD = ("test_captured_steps.py", "test_triton.py", "test_linear_relu.py", "test_reader.py")
+"""Files of GPU tests that need no CUDA build of FBGEMM; those of the others run its operators."""
 LEAST_SECONDS = 10.0
 """Time left below which no part is started."""
 
@@ -55,6 +71,7 @@ class Part:
         seconds: most time that it may take, its imports included.
         packages: what it imports.
         program: what it needs on the PATH.
+        compiles: whether it compiles kernels, for which Triton needs a C compiler.
         fused: whether it needs FBGEMM's CUDA build.
         variables: environment variables.
         tests: pytest's report, if it runs tests; with a GPU a skipped one is a failure.
@@ -64,6 +81,7 @@ class Part:
     seconds: float
     packages: Mapping[str, str] = field(default_factory=lambda: PACKAGES)
     program: str = ""
+    compiles: bool = False
     fused: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
     tests: Path | None = None
@@ -75,6 +93,8 @@ class Part:
             return f"{', '.join(absent)} missing in {sys.executable}; {remedy}"
         if self.program and shutil.which(self.program) is None:
             return f"{self.program} is not on the PATH; it comes with the CUDA toolkit"
+        if self.compiles and (lacks := missing_compiler()):
+            return lacks
         if self.fused and not versions([CUDA_BUILD]):
             return "fbgemm-gpu, the CUDA build of FBGEMM, is missing; install it in the place of fbgemm-gpu-cpu"
         return ""
@@ -99,7 +119,9 @@ def parts(output: Path, folder: Path, rehearse: bool) -> dict[str, Part]:
 
     def sanitizer(tool: str) -> Part:
         check = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
-        flags = module("smoke", tool, "--checks", "kernels")
+        # torch asks CUDA for what it may lack, and handles the error; torch's own kernels are not what is looked at.
+        check += ["--report-api-errors", "no"] if tool == "memcheck" else []
+        flags = module("smoke", tool, "--checks", "bits")
         # Without the cache of torch's allocator an access beyond a tensor is one beyond an allocation.
         variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         return Part([*check, *flags], 150, program=check[0], variables=variables)
@@ -108,11 +130,18 @@ def parts(output: Path, folder: Path, rehearse: bool) -> dict[str, Part]:
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     files.sort(key=lambda path: not path.name.startswith(("test_captured", "test_triton")))
     pytest = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    pytest += ["-o", "faulthandler_timeout=60", *map(str, files)]
     if not versions([CUDA_BUILD]):
-        pytest += ["-k", FUSED_TESTS]
-    return {
+        pytest += ["-p", "scripts.gpu.cpu_build"]
+        files = [path for path in files if path.name in TESTS_OF_CPU_BUILD]
+    pytest += ["-o", "faulthandler_timeout=60", *map(str, files)]
+    known = {
         "smoke": Part(module("smoke", "smoke", *small), 900 if rehearse else 180, variables=interpreted),
+        "resume": Part(
+            module("smoke", "resume", "--checks", "checkpoint", *small),
+            900 if rehearse else 90,
+            packages=PACKAGES | RUN_PACKAGES,
+            variables=interpreted,
+        ),
         "eager": speed("eager", 120, "--uncaptured"),
         "graph": speed("graph", 120),
         "kernels": speed("kernels", 90, "--kernels"),
@@ -120,9 +149,10 @@ def parts(output: Path, folder: Path, rehearse: bool) -> dict[str, Part]:
         "memcheck": sanitizer("memcheck"),
         "racecheck": sanitizer("racecheck"),
         "tests": Part(pytest, 240, packages=PACKAGES | TEST_PACKAGES, tests=report),
-        "fused": speed("fused", 120, "--mlperf", fused=True),
+        "fused": speed("fused", 120, "--mlperf", packages=PACKAGES | MLPERF_PACKAGES, fused=True),
         "bfloat16": speed("bfloat16", 90, *(() if rehearse else ("--precision", "bfloat16"))),
     }
+    return {name: replace(part, compiles=not rehearse) for name, part in known.items()}
 
 
 def main() -> int:

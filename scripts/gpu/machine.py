@@ -12,6 +12,8 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
+from sysconfig import get_path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,11 +34,14 @@ PACKAGES = {
     "tqdm": "tqdm",
 }
 """What steps of EmbeddingAdam import, and the packages that have it; a CPU build of fbgemm-gpu will do."""
+MLPERF_PACKAGES = {"iopath": "iopath", "portalocker": "portalocker"}
+"""What TorchRec's networks import in addition."""
+RUN_PACKAGES = {"numba": "numba", "pyarrow": "pyarrow"}
+"""What complete runs import in addition."""
 TEST_PACKAGES = {
     "pytest": "pytest",
     "hypothesis": "hypothesis",
-    "numba": "numba",
-    "pyarrow": "pyarrow",
+    **RUN_PACKAGES,
     "safetensors": "safetensors",
     "tomli_w": "tomli-w",
 }
@@ -49,6 +54,19 @@ COMMIT = "COWREC_COMMIT"
 def missing(packages: Mapping[str, str]) -> list[str]:
     """Returns the packages whose modules cannot be imported."""
     return [package for module, package in packages.items() if find_spec(module) is None]
+
+
+def missing_compiler() -> str:
+    """Returns what Triton lacks to compile the launchers of its kernels, in C, and how to mend it; empty if nothing."""
+    chosen = os.environ.get("CC")
+    if chosen and which(chosen) is None:
+        return f"CC = {chosen!r} is not on the PATH, and Triton compiles with it; set CC to a C compiler"
+    if not (chosen or which("gcc") or which("clang")):
+        return "there is no C compiler, and Triton needs one; install gcc or clang, or set CC"
+    headers = Path(get_path("include"))
+    if not (headers / "Python.h").exists():
+        return f"Python.h is not in {headers}, and Triton needs it; install the headers of this Python (python3-dev)"
+    return ""
 
 
 def gpu() -> str:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cowrec.data_pipeline.splitmix import GOLDEN, mix
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.sparse_opt import AdamConfig
+from cowrec.sparse_opt import AdamConfig, EmbeddingAdam
 from cowrec.sparse_opt.algorithm.adam import AdamScalars, adam_constants, adam_element
 from cowrec.sparse_opt.algorithm.clip import RowLimit
 from cowrec.sparse_opt.clipping.row_backends import NumbaRows, RowBackend, TorchRows, TritonRows
@@ -222,3 +222,10 @@ class PlainRows:
         adam.steps.last_step[rows] = torch.where(moving, adam.step, last)
         for flat, value in zip(adam.state, values, strict=True):
             flat[element] = torch.where(inside, value, value[:, :1])
+
+
+def trained_values(model: nn.Module, adam: EmbeddingAdam) -> list[Tensor]:
+    """Copies of the network's weights, and of the tables' weights and moments, brought up to date."""
+    adam.flush()
+    tables = [each for lookup in adam.lookups for each in lookup.state]
+    return [each.detach().clone() for each in (*model.parameters(), *tables)]

@@ -1,9 +1,13 @@
 """Checks in half a minute of a GPU's time that the kernels and the captured graph compute what they should.
 
-* kernels: four steps on small tables leave the bits that the CPU's kernels left (cpu_bits.json; `--record` on a CPU
-  writes it anew), and what torch_rows.py leaves.
-* step: so does a step of the full batch on tables of Criteo's size.
+* bits: four steps on small tables leave the bits that the CPU's kernels left (cpu_bits.json; `--record` on a CPU
+  writes it anew).
+* kernels: they leave what torch_rows.py leaves, too.
+* relu: layers whose products have a ReLU in their epilogue have the values and gradients of float64; on CUDA they
+  keep NaN.
+* step: a step of the full batch on tables of Criteo's size leaves what torch_rows.py leaves.
 * graph: training with captured steps leaves the bits that training without a graph leaves.
+* checkpoint: a run that resumes from its checkpoint goes on with the bits of one that was not interrupted.
 """
 
 from cowrec.trainer.runtime.environment import prepare_process
@@ -24,18 +28,23 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
+from cowrec.models.linear_relu import linear_relu
 from cowrec.sparse_opt.clipping import clipped_lookup, row_backends
 from cowrec.sparse_opt.kernels import triton_replay, triton_rows
 from cowrec.trainer.bench.measurement import Case, steady_run
 from cowrec.trainer.bench.parts import graph_captured
 from cowrec.trainer.bench.settings import criteo_config
 
+from . import cpu_build  # noqa: F401  (it registers an operator)
 from .machine import about, append
-from .rows import Problem, criteo_problem, small_problem, steps
+from .rows import Problem, criteo_problem, small_problem, steps, trained_values
 
 BITS = Path(__file__).with_name("cpu_bits.json")
+CHECKS = "kernels,relu,step,graph"
 TOLERANCE = 1e-5
 """Largest difference from torch, as a share of the largest value: norms are summed in another order."""
 
@@ -44,7 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file that lines of results are added to")
     parser.add_argument("--part", default="smoke", help="name of the part, for the lines")
-    parser.add_argument("--checks", default="kernels,step,graph", help="checks to do (default: all)")
+    parser.add_argument("--checks", default=CHECKS, help=f"checks to do (default: {CHECKS})")
     parser.add_argument("--device", default="cuda", help="cpu only for a rehearsal under TRITON_INTERPRET=1")
     parser.add_argument("--batch-size", type=int, default=128 * 1024, help="samples of the large step")
     parser.add_argument("--rows", type=int, help="most rows of a table in the large step (default: Criteo's)")
@@ -58,9 +67,12 @@ def main() -> int:
         return 0
     provenance = about(torch.cuda.get_device_name() if device.type == "cuda" else "rehearsal")
     checks: dict[str, Callable[[], dict[str, Any]]] = {
+        "bits": lambda: bits(device),
         "kernels": lambda: kernels(device),
+        "relu": lambda: relu(device),
         "step": lambda: compared(criteo_problem(device, arguments.batch_size, 64, arguments.rows)),
         "graph": lambda: graph(device),
+        "checkpoint": lambda: checkpoint(device),
     }
     passed = True
     for name in arguments.checks.split(","):
@@ -92,12 +104,55 @@ def digests(problem: Problem, backend: str) -> list[str]:
     return [problem.digest() for _ in steps(problem, backend)]
 
 
-def kernels(device: torch.device) -> dict[str, Any]:
-    """Compares small steps with the CPU's bits and with torch."""
+def checkpoint(device: torch.device) -> dict[str, Any]:
+    """Compares a resumed run with one that was not interrupted; needs numba and pyarrow, unlike the other checks."""
+    from .resume import resume
+
+    return resume(device)
+
+
+def bits(device: torch.device) -> dict[str, Any]:
+    """Compares small steps with the CPU's bits."""
     expected, found = json.loads(BITS.read_text()), digests(small_problem(device), "triton")
     same = [one == other for one, other in zip(expected, found, strict=True)]
-    against_torch = compared(small_problem(device))
-    return {**against_torch, "equal": against_torch["equal"] and all(same), "steps_with_the_bits_of_the_cpu": same}
+    return {"equal": all(same), "steps_with_the_bits_of_the_cpu": same}
+
+
+def kernels(device: torch.device) -> dict[str, Any]:
+    """Compares small steps with the CPU's bits and with torch."""
+    against_cpu, against_torch = bits(device), compared(small_problem(device))
+    return {**against_torch, **against_cpu, "equal": against_torch["equal"] and against_cpu["equal"]}
+
+
+def relu(device: torch.device) -> dict[str, Any]:
+    """Compares two layers, of an odd and an even width, with float64, and on CUDA looks for NaN behind their ReLU.
+
+    Their numbers are such that all sums are exact, and none is zero before the ReLU.
+    """
+    unequal, keeps_nan = 0, True
+    for width in (13, 16):
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((3000, width), (40, width), (40,), (7, 40), (7,))
+        drawn = [torch.randint(-3, 4, shape, generator=generator).to(device) for shape in shapes]
+        results = []
+        for dtype, layers in ((torch.float32, linear_relu), (torch.float64, _plain_layers)):
+            leaves = [each.to(dtype) for each in drawn]
+            leaves[2] += 0.5
+            leaves[4] += 0.25
+            y = layers(*(each.requires_grad_() for each in leaves))
+            y.sum().backward()
+            results.append([y.detach(), *(each.grad for each in leaves)])
+        unequal += sum(int((one != two).sum()) for one, two in zip(*results, strict=True))
+        broken = [each.float() for each in drawn]
+        broken[0][0] = torch.nan
+        keeps_nan &= device.type == "cpu" or bool(linear_relu(*broken)[0].isnan().all())
+    return {"equal": unequal == 0 and keeps_nan, "unequal": unequal, "keeps_nan": keeps_nan}
+
+
+def _plain_layers(x: Tensor, *parameters: Tensor) -> Tensor:
+    for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
+        x = F.linear(x, weight, bias).relu()
+    return x
 
 
 def compared(problem: Problem) -> dict[str, Any]:
@@ -135,9 +190,7 @@ def graph(device: torch.device) -> dict[str, Any]:
             with steady_run(Case(replace(config, train=train), ids, 40 * size, last, 8, 0.0)) as run:
                 for index in range(12 if device.type == "cuda" else 2):
                     run.step(index)
-                run.adam.flush()
-                tables = [each for adam in run.adam.lookups for each in adam.state]
-                trained.append([each.detach().clone() for each in (*run.model.parameters(), *tables)])
+                trained.append(trained_values(run.model, run.adam))
                 captured.append(graph_captured(run.pipeline, run.device))
     unequal = sum(int((one != two).sum()) for one, two in zip(*trained, strict=True))
     equal = unequal == 0 and captured in ([True, False], [None, None])

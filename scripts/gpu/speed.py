@@ -24,10 +24,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.trainer.bench.measurement import Case, cases, measure, run_ids, steady_run
-from cowrec.trainer.bench.mlperf import BATCH_SIZE_OF_GPU, TABLE_ROWS, measure_mlperf, mlperf_config
 from cowrec.trainer.bench.parts import graph_captured
 from cowrec.trainer.bench.settings import Bench
 
+from . import cpu_build  # noqa: F401  (it registers an operator)
 from .machine import ROOT, about, append
 from .smoke import interpret
 
@@ -72,6 +72,9 @@ def combinations(
 ) -> Iterator[tuple[dict[str, Any], Iterator[dict[str, Any]]]]:
     """Yields what identifies each combination, and its figures as they become known."""
     if arguments.mlperf:
+        # Its network, TorchRec's own class, imports packages that the other parts do without.
+        from cowrec.trainer.bench.mlperf import BATCH_SIZE_OF_GPU, TABLE_ROWS, measure_mlperf, mlperf_config
+
         rows = [min(each, 10 if device == "cpu" else 1_000_000) for each in TABLE_ROWS]
         size = 8 if device == "cpu" else BATCH_SIZE_OF_GPU
         for clip in ("on", "off"):

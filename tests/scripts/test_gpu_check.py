@@ -48,23 +48,25 @@ def test_a_rehearsal_runs_the_parts_and_names_what_one_of_them_misses(tmp_path: 
     output = tmp_path / "gpu_check.jsonl"
     command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", "--output", str(output)]
     environment = {**os.environ, machine.COMMIT: "c0ffee"}
-    command += ["--parts", "fused,smoke,kernels"]
+    command += ["--parts", "fused,smoke,resume,kernels"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     lines = lines_of(output)
     assert all((each["device"], each["git_commit"]) == ("rehearsal", "c0ffee") for each in lines)
     assert all(each["versions"]["torch"] for each in lines)
-    assert [each["equal"] for each in lines if "check" in each] == [True, True, True]
+    assert [each["equal"] for each in lines if "check" in each] == [True] * 5
     (table,) = (each["kernels_of_a_step"] for each in lines if "kernels_of_a_step" in each)
     assert table[0]["us"] >= table[-1]["us"] > 0
     ended = gpu_report.outcomes(lines)
-    assert [*ended] == ["smoke", "kernels", "fused"]
-    assert [each["outcome"] for each in ended.values()] == ["passed", "passed", "not run"]
+    assert [*ended] == ["smoke", "resume", "kernels", "fused"]
+    assert [each["outcome"] for each in ended.values()] == ["passed"] * 3 + ["not run"]
     assert ended["fused"]["why"].startswith("fbgemm-gpu, the CUDA build of FBGEMM, is missing")
     assert "smoke, graph: equal" in done.stdout
 
 
-def test_a_part_that_misses_a_package_or_fails_costs_only_itself(tmp_path: Path) -> None:
+def test_a_part_that_misses_a_package_or_fails_costs_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python, output = [sys.executable, "-c"], tmp_path / "gpu_check.jsonl"
     chosen = {
         "one": Part([*python, ""], 60, packages={"no_such_module": "no-such-package"}),
@@ -79,6 +81,8 @@ def test_a_part_that_misses_a_package_or_fails_costs_only_itself(tmp_path: Path)
     assert (two["outcome"], two["why"], two["output_end"]) == ("failed", "exit status 3", "why\n")
     assert (three["outcome"], three["output_end"]) == ("passed", "here\n")
     assert four["outcome"] == "interrupted"
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "'no-such-compiler' is not on the PATH" in Part([*python, ""], 60, compiles=True).why_not()
     gpu_check.run({"five": chosen["five"]}, output, "device", 1)
     assert gpu_report.outcomes(lines_of(output))["five"]["outcome"] == "not reached"
 
@@ -131,7 +135,8 @@ def test_the_recorded_bits_are_those_of_the_cpu(backend: str) -> None:
 def test_the_first_parts_need_neither_numba_nor_pyarrow() -> None:
     """Triton's interpreter takes the steps of all of smoke's checks; the other parts' program is imported."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    absent = ["numba", "llvmlite", "pyarrow", "safetensors", "tomli_w", "typer", "pytest", "hypothesis"]
+    absent = ["numba", "llvmlite", "pyarrow", "safetensors", "tomli_w", "typer", "pytest", "hypothesis", "iopath"]
+    absent += ["torchrec.models"]  # some versions of it import iopath
     program = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({absent}))
@@ -143,3 +148,25 @@ runpy.run_module("scripts.gpu.smoke", run_name="__main__")
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_cpu_build_of_fbgemm_makes_tables_on_cuda_and_runs_the_tests_that_need_no_other(tmp_path: Path) -> None:
+    """The constructor's operator is called on a tensor that is on CUDA by its dispatch keys alone."""
+    if machine.versions([machine.CUDA_BUILD]):
+        pytest.skip("the CUDA build of FBGEMM is installed")
+    program = """
+import torch, scripts.gpu.cpu_build
+class Offsets(torch.Tensor):
+    __torch_dispatch__ = None
+offsets = torch.Tensor._make_wrapper_subclass(Offsets, (5,), dtype=torch.int32, device="cuda:0")
+keys = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in ("Python", "PythonTLSSnapshot")]
+ask = torch.ops.fbgemm.get_infos_metadata
+with torch._C._ExcludeDispatchKeyGuard(keys[0] | keys[1]):
+    print(ask(offsets, 100, 26) == ask(torch.empty(0), 100, 26))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
+    command = gpu_check.parts(tmp_path, tmp_path, rehearse=False)["tests"].command
+    files = [Path(each).name for each in command if each.endswith(".py")]
+    assert sorted(files) == sorted(gpu_check.TESTS_OF_CPU_BUILD)
+    assert "scripts.gpu.cpu_build" in command
