@@ -86,6 +86,7 @@ def _replay_rows(
     tl.store(state.weights + element, w, mask=inside)
     tl.store(state.exp_avg + element, m, mask=inside)
     tl.store(state.exp_avg_sq + element, v, mask=inside)
+    tl.debug_barrier()  # all warps of a wide row have read its last step, which one of them stores
     tl.store(steps.last_step + row, reached, mask=behind)
 
 

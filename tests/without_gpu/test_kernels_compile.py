@@ -23,7 +23,7 @@ from ahead_of_time import Launch, recorded_launches
 from cowrec.models import triton_layers
 from cowrec.models.triton_layers import features_backward_on_device, features_on_device, relu_backward_on_device
 from cowrec.sparse_opt.algorithm.adam import AdamConfig, FtrlConstants, adam_constants
-from cowrec.sparse_opt.kernels import triton_rows
+from cowrec.sparse_opt.kernels import triton_replay, triton_rows
 from cowrec.sparse_opt.kernels.layout import (
     AdamState,
     Blocks,
@@ -182,3 +182,21 @@ def test_no_warp_stores_a_last_step_before_all_have_read_it() -> None:
             if what in text and line == at:
                 events.append(what)
     assert events[events.index("st.global") - 1] == "bar.sync"
+
+
+def test_no_warp_stores_a_replayed_step_before_all_have_read_it() -> None:
+    """Nor after a loop that has met no barrier: it is in the basic block of the store, ahead of it."""
+    source = Path(triton_replay.__file__).read_text(encoding="utf-8").splitlines()
+    (store,) = (number for number, line in enumerate(source, 1) if "tl.store(steps.last_step +" in line)
+    replays = [each for each in kernels(90, "width 600") if each.name == "_replay"]
+    assert replays
+    for replay in replays:
+        assert replay.constants["num_warps"] > 1
+        block, stores, line = "", list[str](), 0
+        for text in replay.ptx.splitlines():
+            if found := re.search(r"\.loc\b.*triton_replay\.py:(\d+):", text):
+                line = int(found[1])
+            block = "" if re.match(r"\$L\w+:", text) else block + text
+            stores += [block] if "st.global" in text and line == store else []
+        assert stores
+        assert all("bar.sync" in each for each in stores)
