@@ -194,9 +194,9 @@ def test_no_warp_stores_a_replayed_step_before_all_have_read_it() -> None:
         assert replay.constants["num_warps"] > 1
         block, stores, line = "", list[str](), 0
         for text in replay.ptx.splitlines():
-            if found := re.search(r"\.loc\b.*triton_replay\.py:(\d+):", text):
+            if found := re.search(r"\.loc\b.*?triton_replay\.py:(\d+):", text):
                 line = int(found[1])
-            block = "" if re.match(r"\$L\w+:", text) else block + text
+            block = "" if text.startswith("$L__BB") else block + text
             stores += [block] if "st.global" in text and line == store else []
         assert stores
         assert all("bar.sync" in each for each in stores)

@@ -174,7 +174,7 @@ def profile_steps(
         if on_cuda:
             torch.cuda.synchronize(device)
     events = profiled.key_averages()
-    # On CUDA each range is listed twice; the host's entry has the time of the kernels that it launched.
+    # On CUDA TorchRec's ranges are listed twice; the host's entry has the time of the kernels that it launched.
     ranges = [each for each in events if each.device_type == DeviceType.CPU]
 
     def total(*prefixes: str) -> float:

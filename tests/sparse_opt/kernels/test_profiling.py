@@ -11,7 +11,7 @@ OPERATOR = 0
 
 def test_ranges_are_operators_to_which_the_profiler_ascribes_kernels() -> None:
     """It ascribes no kernel that Triton launches to a range of the user's; parts of a range belong to it."""
-    with profile(activities=[ProfilerActivity.CPU]) as found, profiled("outer"), profiled("inner"):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found, profiled("outer"), profiled("inner"):
         torch.ones(8, 8) @ torch.ones(8, 8)
     events = {each.name: each for each in found.events()}
     inner, outer = events["inner"], events["outer"]
