@@ -39,7 +39,8 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
           (both None on CPU);
         * step_parts_ms: the parts of a step (see step_parts.py) by their shares in some profiled steps;
         * minutes_of_10_epochs of Criteo at this speed; roofline: the least flops and bytes per sample, the rates of
-          both that this machine reached, and the resulting step in ms;
+          both that this machine reached, and the resulting step in ms. Each kernel counts once a sample, which is too
+          little for xdeepfm (an eighth of the flops) and autoint (a fiftieth), whose kernels serve columns or fields;
         * peak_memory_bytes of the process (on CUDA: what torch allocated on the device), and rss_before_tables_bytes;
         * steps_before: steps before the measurement.
 
