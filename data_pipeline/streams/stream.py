@@ -62,7 +62,8 @@ MAX_LOGGED, LOG_SECONDS = 5, 60.0
 
 _OF_SAMPLES = (pa.ArrowInvalid, pa.ArrowCapacityError, UnicodeError, OverflowError, RecursionError)
 _OF_COLUMNS = (ValueError, LookupError, pa.ArrowNotImplementedError, pa.ArrowTypeError)
-"""What is raised for some samples of a chunk, and what for all of them; not that memory is lacking."""
+"""What encoding raises for some samples of a chunk, and what for all of them, whatever a producer has sent: neither may
+end the stream, which would meet it again at each resume. A lack of memory is neither."""
 
 logger = logging.getLogger(__name__)
 

@@ -182,11 +182,13 @@ def _warn_once_of_unequal_calls(lookups: Sequence[ClippedLookup]) -> Callable[[]
 
     def check() -> None:
         nonlocal warned
+        if warned or not lookups or lookups[0].accumulation.passes == 1:  # of all alike
+            return
         latest = max((each.latest_backward for each in lookups), default=-1)
         reached = [each for each in lookups if each.latest_backward == latest and each.accumulation.passes > 1]
         waiting = [shard.name for each in reached if each.accumulation.waiting for shard in each.lookup.shards]
         stepped = [shard.name for each in reached if not each.accumulation.waiting for shard in each.lookup.shards]
-        if waiting and stepped and not warned:
+        if waiting and stepped:
             warned = True
             warnings.warn(
                 f"a loss calls tables {', '.join(stepped)} more often than {', '.join(waiting)}: accumulate(n) counts"

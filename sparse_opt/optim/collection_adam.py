@@ -126,7 +126,7 @@ class CollectionAdam:
         def flush(_: nn.Module, state: Mapping[str, Any], *__: Any) -> None:
             """What is loaded has no moments, may lack weights, and may be the weights' memory, written before."""
             given = {each.data_ptr() for value in state.values() for each in _held_here(value)}
-            for adam in self._replayed():
+            for adam in (each for each in self._replayed() if each.step):
                 views = map(partial(adam.lookup.view_of, adam.lookup.flat_weights()), range(len(adam.lookup.shards)))
                 written = [(view, view.clone()) for view in views if view.data_ptr() in given]
                 adam.flush()

@@ -62,7 +62,7 @@ def require_unused(path: Path) -> None:
 
 
 def require_own(path: Path, config: RunConfig) -> None:
-    """Raises ValueError if a folder holds anything other than a run of this configuration, on the same data set."""
+    """Raises ValueError if a folder holds anything other than a run of this configuration."""
     if not _is_used(path):
         return
     if not (path / CONFIG).is_file():
@@ -84,8 +84,6 @@ def require_own(path: Path, config: RunConfig) -> None:
             f"{path} is of another configuration: {different}; resume with the run's own {path / CONFIG}, or start"
             f" another run{remedy}"
         )
-    if (path / SCHEMA_FILE).is_file():
-        _require_same_data(path, Path(config.data.dir))
 
 
 def _require_same_data(run_dir: Path, data_dir: Path) -> None:
@@ -101,6 +99,8 @@ def _require_same_data(run_dir: Path, data_dir: Path) -> None:
 
 def difference_of_samples(one: Schema, other: Schema) -> str:
     """In what the samples of two data sets differ, as far as their schemas tell; "" if in nothing."""
+    if (one.dense, one.sparse) != (other.dense, other.sparse):
+        return "its fields, their sizes or scales differ"
     trained = [schema.splits["train"].rows if "train" in schema.splits else 0 for schema in (one, other)]
     if trained[0] != trained[1]:
         return f"it has {trained[1]:,} training samples instead of {trained[0]:,}"
@@ -161,8 +161,13 @@ def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) ->
 
     Args:
         derived: values derived from the configuration, written above it as comments.
+
+    Raises:
+        ValueError: the folder has a run on another data set; nothing is written.
     """
     data_dir = Path(config.data.dir)
+    if (path / SCHEMA_FILE).is_file():
+        _require_same_data(path, data_dir)
     save_config(config, path / CONFIG, "\n".join(f"derived: {key} = {value}" for key, value in derived.items()))
     warn_if_changed(load_code(path), path)  # of a resumed run
     save_code(path, config)

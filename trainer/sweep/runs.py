@@ -17,9 +17,10 @@ import torch
 from tqdm import tqdm
 
 from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE
 from cowrec.data_pipeline.files import locked_folder, replace_file
 from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain, with_defaults
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, to_json
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, difference_of_samples, to_json
 from cowrec.trainer.runtime.environment import prepare_process
 from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.runtime.subprocess_call import Subprocess
@@ -35,17 +36,11 @@ class Runs:
         lines: of the runs that have ended.
     """
 
-    def __init__(self, folder: Path, results: str, process: Subprocess, data: str) -> None:
+    def __init__(self, folder: Path, results: str, process: Subprocess) -> None:
         self._folder, self._results, self._process = folder, folder / results, process
-        hashes = {"config_sha256": (folder / CONFIG).read_bytes(), "data_sha256": data.encode()}
-        self._hashes = {name: hashlib.sha256(each).hexdigest() for name, each in hashes.items()}
+        self._hash = hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()
         text = self._results.read_text(encoding="utf-8") if self._results.exists() else ""
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
-        if any(line["data_sha256"] != self._hashes["data_sha256"] for line in self.lines):
-            raise ValueError(
-                f"{self._results} has runs on other samples: the data set was prepared anew since, and results would"
-                " not compare; choose another --output"
-            )
 
     def folder_of(self, name: str) -> Path:
         return self._folder / RUNS / name
@@ -73,7 +68,7 @@ class Runs:
 
     def add(self, line: dict[str, Any]) -> None:
         """Keeps the line of a run that has ended; the file is replaced at once, so that it never holds half a line."""
-        self.lines.append({**line, **self._hashes})
+        self.lines.append({**line, "config_sha256": self._hash})
         replace_file(self._results, "".join(to_json(each) + "\n" for each in self.lines).encode())
 
 
@@ -94,13 +89,14 @@ def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Itera
             raise ValueError(f"{folder} is not empty and not the folder of a {what}; choose another --output")
         else:
             save_config(config, file)
-        yield Runs(folder, results, process, _samples_of(Schema.load(config.data.dir)))
-
-
-def _samples_of(schema: Schema) -> str:
-    """What tells the samples of a data set from those of another one; the folder of its raw files may change."""
-    sources = [(each.bytes, each.rows) for each in schema.sources]
-    return repr((schema.dense, schema.sparse, dict(schema.splits), sources, dict(schema.settings)))
+        if earlier := next(folder.glob(f"{RUNS}/*/{SCHEMA_FILE}"), None):
+            different = difference_of_samples(Schema.load(earlier.parent), Schema.load(config.data.dir))
+            if different:
+                raise ValueError(
+                    f"{folder} has runs on other samples than {config.data.dir}: {different}; results would not"
+                    " compare, choose another --output"
+                )
+        yield Runs(folder, results, process)
 
 
 def on_data(config: RunConfig, data_dir: Path, schema: Schema) -> RunConfig:

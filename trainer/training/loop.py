@@ -88,7 +88,7 @@ def train(
     config = dataclasses.replace(config, data=data)
     place = RunPlace(run_dir, resume=resume)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
-        # Read after the first process of the machine, which all wait for here, has copied the run.
+        # Both are read after the first process of the machine, which all wait for here, has copied the run.
         if (place.folder / JOURNAL).exists():
             raise ValueError(
                 f"{run_dir} is a run that follows a stream, and could not go on with it after training on a data set;"

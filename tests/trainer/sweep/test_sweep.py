@@ -101,7 +101,7 @@ def test_runs_on_data_that_were_prepared_anew_are_not_compared(folder: Path, tmp
     dataclasses.replace(schema, sources=()).save(data)
     larger = dataclasses.replace(grid, batch_sizes=[51, 102])
     refused(
-        "sweep.jsonl has runs on other samples: the data set was prepared anew",
+        "grid has runs on other samples than .*data: it was prepared from other files; results would not",
         sweep,
         config,
         data,
