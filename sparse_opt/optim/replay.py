@@ -49,8 +49,9 @@ def absent_clip_binds(limit: RowLimit, config: AdamConfig) -> bool:
 
 
 def log_beta2(config: AdamConfig) -> float:
-    """Logarithm of the decay of the second moment in a step, in the kernels' float32."""
-    return log(np.float32(config.betas[1])) if config.betas[1] > 0 else -inf
+    """Logarithm of the decay of the second moment in a step, in the kernels' float32; there a small one may be 0."""
+    beta2 = np.float32(config.betas[1])
+    return log(beta2) if beta2 > 0 else -inf
 
 
 def decay_thresholds(config: AdamConfig, largest_lr_factor: float, limits: Sequence[RowLimit]) -> DecayThresholds:
