@@ -138,8 +138,12 @@ class DenseAdam:
         return {name: {key: own[key] for key in saved} for name, own in self._state.items()}
 
 
+_ENDLESS = 1e30
+"""Steps after which no beta has a product above 0, in float32."""
+
+
 def _steps_until(product: float, beta: float) -> float:
-    """Number of steps, whole or not, whose betas have a product: ``beta^steps = product``."""
+    """Number of steps, whole or not, whose betas have a product: ``beta^steps = product``; finite, as it is saved."""
     if product == 1:
         return 0.0
-    return log(product) / log(beta) if product and beta else inf
+    return min(log(product) / log(beta), _ENDLESS) if product and beta else _ENDLESS

@@ -45,6 +45,7 @@ def test_dense_adam_equals_a_loop(epsilon: str, later: tuple[float, float] | Non
         else:
             w = w - lr * (m / (1 - left1)) / (np.sqrt(v / (1 - left2)) + eps)
     np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=0, atol=2e-6)
+    assert all(each.isfinite().all() for each in optimizer.tensors()["weight"].values()), "checkpoints refuse others"
 
 
 @pytest.mark.parametrize("epsilon", ["keras", "torch"])
