@@ -49,7 +49,11 @@ class Scaled:
 
     @classmethod
     def of(cls, config: RunConfig, batch_size: int | None = None) -> "Scaled":
-        """Scales to a batch size, by default the run's."""
+        """Scales to a batch size, by default the run's.
+
+        Raises:
+            ValueError: a step would take more than the whole of a weight by weight decay.
+        """
         optimizer = config.optimizer
         assert optimizer.l2 is not None, "with_defaults has not been called"
         assert optimizer.embedding_lr is not None, "with_defaults has not been called"
@@ -68,8 +72,20 @@ class Scaled:
             "rule": optimizer.scaling,
         }
         wide = FtrlConfig(optimizer.wide_alpha, batch_size=sizes["batch_size"])
+        scaled = scale_hyperparameters(base, embedding=REMEMBERS[optimizer.embedding], **sizes)
+        for key, of_step in (
+            ("weight_decay", scaled.embedding_lr * scaled.weight_decay),
+            ("dense_weight_decay", scaled.dense_lr * scaled.dense_weight_decay),
+        ):
+            if of_step > 1:
+                raise ValueError(
+                    f"optimizer.{key} = {getattr(optimizer, key):g} takes {of_step:.3g} of each weight in a step, its"
+                    f" learning rate times it scaled from batch {optimizer.base_batch_size:,} to"
+                    f" {sizes['batch_size']:,}, which turns its sign; set it to {getattr(optimizer, key) / of_step:.3g}"
+                    " at most, or make train.batch_size smaller"
+                )
         return cls(
-            scale_hyperparameters(base, embedding=REMEMBERS[optimizer.embedding], **sizes),
+            scaled,
             scale_clip(config.clip.build(), **sizes),
             wide if optimizer.wide == "ftrl" else None,
         )

@@ -14,9 +14,10 @@ from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.trainer import RunConfig, load_config, train
 from cowrec.trainer.config.sections import ClipConfig, LrDecay, OptimizerConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process, process_group
-from cowrec.trainer.sharded_model.run_plan import BatchRamp, RunPlan, Schedule
+from cowrec.trainer.sharded_model.run_plan import BatchRamp, RunPlan, Scaled, Schedule
 from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
 from cowrec.trainer.training.state import TrainState
+from refusal import refused
 from trained_runs import data_folder, run
 from trainer_cases import TRAIN_ROWS, checkpoint
 
@@ -57,6 +58,20 @@ def test_a_fall_comes_at_the_step_that_is_meant() -> None:
     rates = [schedule.dense_lr(Hyperparameters(0.0, 1.0, 0.0), step) for step in (6, 7, 13, 14)]
     assert rates == pytest.approx([1, 0.1, 0.1, 0.01])
     assert Schedule.of_epochs(OptimizerConfig(warmup_epochs=0.07), 100, 100, BatchRamp()).warmup_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("decay", "message"),
+    [
+        ({"weight_decay": 40.0}, r"optimizer.weight_decay = 40 takes 1\.6 .* from batch 100 to 400, .* 25 at most"),
+        ({"dense_weight_decay": 5.0}, r"optimizer.dense_weight_decay = 5 takes 2 of each weight .* 2\.5 at most"),
+    ],
+)
+def test_weight_decay_that_turns_signs_is_refused(decay: dict[str, float], message: str) -> None:
+    rates = {"embedding_lr": 0.01, "dense_lr": 0.1, "l2": 0.0, "base_batch_size": 100, "scaling": "linear"}
+    config = RunConfig(optimizer=OptimizerConfig(**rates, **decay), train=TrainConfig(batch_size=400))
+    refused(message, Scaled.of, config)
+    Scaled.of(config, 100)
 
 
 folder = data_folder("price", "city", "tags")
