@@ -209,6 +209,12 @@ def warm_start(state: TrainState) -> None:
     old, _ = trained_state(source, process)
     specs, earlier_specs = state.plan.tables, old.plan.tables
     _require_same_tables(source, earlier_specs, specs)
+    if state.id_tables and earlier.timed != schema.timed:
+        without, found = ("out", "") if schema.timed else ("", "out")
+        raise ValueError(
+            f"train.warm_start = {str(source)!r} was trained on samples with{without} times, which its id tables count"
+            f" by, and these samples are with{found} times; prepare them with{without} a time column"
+        )
     with torch.no_grad():
         old_dense = dense_tensors(old.model)
         for name, parameter in dense_tensors(state.model).items():

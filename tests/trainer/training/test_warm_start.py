@@ -58,6 +58,15 @@ def test_known_ids_keep_their_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(second[key], first[key], rtol=0, atol=1e-7)
 
 
+def test_id_tables_count_by_times_or_by_batches(tmp_path: Path) -> None:
+    untimed, ids = data(tmp_path, "old", ["rome", "oslo"]), ["id_table.kind=collisionless", "id_table.capacity=64"]
+    timed = data(tmp_path, "new", ["rome", "oslo"], 'time = "price"\n' + COLUMNS)
+    for earlier, now, message in ((untimed, timed, "without times, .* with times"), (timed, untimed, "with times, .*")):
+        run(tmp_path, earlier, earlier.name + "_first", *ids)
+        start = f"train.warm_start={tmp_path}/{earlier.name}_first"
+        refused(f"on samples {message}", run, tmp_path, now, earlier.name + "_second", *ids, start)
+
+
 def test_the_same_data_evaluate_equally_and_mismatches_are_refused(tmp_path: Path) -> None:
     """Rows under "replay" are brought up to date before they are copied, for any two plans."""
     same = data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"])
