@@ -1,6 +1,7 @@
 """The processes of a run: their group, which torchrun launches or which has one process, and what they exchange."""
 
 import ctypes
+import itertools
 import logging
 import os
 import select
@@ -221,13 +222,14 @@ def _store_of_this_attempt(world_size: int, timeout: timedelta) -> dist.Store | 
 
     torchrun keeps one store over its restarts, which still has the addresses of killed processes. The count of restarts
     separates them on one machine. Several machines count differently; there torchrun must make a new store for each
-    attempt, which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 requests.
+    attempt, which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 requests. Groups that a process joins one after the other are
+    separate too.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    return dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}/group_{next(_groups)}", store)
 
 
 def _join(device: torch.device, rank: int, world_size: int, store: dist.Store | None, timeout: timedelta) -> None:
@@ -264,6 +266,8 @@ def _loopback() -> Iterator[None]:
 
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_groups = itertools.count()
+"""Numbers of the groups that this process has joined."""
 
 
 @cache
