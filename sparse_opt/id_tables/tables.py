@@ -128,7 +128,15 @@ class IdTables:
             max_segments: segments of a table at most; at least the number of ranks, and independent of it.
             group: gloo, of all ranks, each of which then calls every method together with the others and passes its own
                 slice of the batch; None for one process.
+
+        Raises:
+            ValueError: the tables do not fit the features or the segments, or several processes have no group.
         """
+        if group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"IdTables of {dist.get_world_size()} processes need a group, else each gives the same rows to other"
+                ' ids; pass group=dist.new_group(backend="gloo"), or a group of one process for its own tables'
+            )
         self._configs, self._features = dict(tables), len(features)
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self._layout = layout = IdLayout(self._configs, features, max_segments=max_segments, rank=rank, ranks=ranks)

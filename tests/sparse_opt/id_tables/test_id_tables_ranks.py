@@ -95,6 +95,8 @@ def worker(rank: int, ranks: int, folder: str) -> None:
             "from one": run(other, range(SAVED_AFTER, BATCHES), rank, ranks),
             "entries": {name: vars(tables.entries(name)) for name in CONFIGS},
         }
+        with pytest.raises(ValueError, match=f"IdTables of {ranks} processes need a group"):
+            make(CONFIGS)
         # A wrong batch of one rank is rejected on all of them, and changes nothing.
         ids, splits, times = slices(1, ranks)[rank]
         with pytest.raises(ValueError, match="seconds in" if rank == 0 else "rank 0 got a batch"):
