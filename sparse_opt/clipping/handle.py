@@ -332,6 +332,8 @@ class LossScale:
             on_all = finite.int()
             dist.all_reduce(on_all, dist.ReduceOp.MIN, group=clipped.lookup.process_group)
             finite = on_all.bool()
+        elif (columns := clipped.in_torch.columns) is not None:  # a row's columns move together
+            finite = columns.on_all(finite)
         scaled = torch.where(finite, grad, 0)
         return Unscaled(replace(backward, output_grad=scaled.float() * factor), scaled, factor, finite)
 

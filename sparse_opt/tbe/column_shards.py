@@ -112,6 +112,14 @@ class ColumnShards:
     def add_up_tables(self, squares: Sequence[Tensor]) -> list[Tensor]:
         """Adds up squares as :meth:`add_up`, for all rows of each table, each float64 [2, V]."""
         added: dict[str, Tensor] = {}
+    def on_all(self, flag: Tensor) -> Tensor:
+        """True where it is on all ranks that hold columns of a row together, however many tables link them; bool []."""
+        agreed, groups = flag.int(), [group for group in self._groups if group is not None]
+        for _ in range(1 if self._has_equal_partners else dist.get_world_size()):
+            for group in groups:
+                dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+        return agreed.bool()
+
         for name, shard_squares in sorted(zip(self._names, squares, strict=True), key=lambda each: each[0]):
             added[name] = added[name] + shard_squares if name in added else shard_squares
         summed = {name: _over_ranks(table.contiguous(), self._group_of[name]) for name, table in added.items()}

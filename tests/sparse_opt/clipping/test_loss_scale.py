@@ -134,6 +134,8 @@ def test_half_outputs_are_not_accumulated_under_a_scale(group: None) -> None:
 OF_TWO = [
     small_problem(world=2, sharding="row_wise", rule=("field", {"max_norm": 0.1})),
     small_problem(world=2, sharding="row_wise"),
+    small_problem(world=2, sharding="column_wise"),
+    small_problem(world=2, sharding="column_wise", optimizer="lazy"),
     small_problem(world=2, sharding="data_parallel"),
     small_problem(world=2, sharding="data_parallel", optimizer="lazy"),
     small_problem(world=2, sharding="data_parallel", optimizer="replay"),
