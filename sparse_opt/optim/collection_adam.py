@@ -106,7 +106,13 @@ class CollectionAdam:
 
     @contextmanager
     def as_stored(self) -> Iterator[None]:
-        """Makes the states, the collection's too, hold the rows as they are in memory, some of them behind."""
+        """Makes the states, the collection's too, hold the rows as they are in memory, some of them behind.
+
+        Rows whose shards or copies on other ranks may be at other steps are brought up to date.
+        """
+        self.complete_step()
+        for adam in self._replayed_unequally():
+            adam.flush()
         self._set_entries(stored=bool(self._last_steps))
         hooks, self._state_hooks = self._state_hooks, []
         for hook in hooks:
@@ -196,10 +202,7 @@ class CollectionAdam:
             adam.mark_current()
 
     def stored_rates(self) -> list[float]:
-        """Learning rates of all steps, the same on all ranks. Rows stay behind unless shards or copies differ."""
-        self.complete_step()
-        for adam in self._replayed_unequally():
-            adam.flush()
+        """Learning rates of all steps, the same on all ranks."""
         lrs, device = self.history.lrs, self.history.schedule.step_sizes.device
         agreed = torch.full((self._agreed_steps(),), -1.0, dtype=torch.float64, device=device)
         agreed[: len(lrs)] = lrs.to(device)
