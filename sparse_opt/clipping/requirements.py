@@ -1,7 +1,8 @@
 """Lookups of a model under a clip rule, with checks that the rule can be applied to them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch.distributed as dist
 from torch import nn
 
 from cowrec.sparse_opt.tbe.column_shards import groups_of_columns
@@ -14,10 +15,11 @@ from cowrec.sparse_opt.tbe.discovery import (
     meant_tables,
     raised_on_all_ranks,
     replicated_tables,
+    sharded_collections,
     tables_in_replica_groups,
     tables_on_some_ranks,
 )
-from cowrec.sparse_opt.tbe.lookup import TbeLookup
+from cowrec.sparse_opt.tbe.lookup import TbeLookup, process_group_of
 
 from .clipped_lookup import ClippedLookup
 from .table_rules import TableRules, require_known
@@ -54,9 +56,22 @@ def clipped_lookups(
     with raised_on_all_ranks(model):
         lookups = _clippable_lookups(model, unclipped if skips_unclipped else set(), unclipped)
     _require_norms(model, rules, unclipped)
-    groups = groups_of_columns(column_split_tables(model)) if rules.scope == "row" else {}
+    split = column_split_tables(model) if rules.scope == "row" else {}
+    _require_all_processes(model, split)
+    groups = groups_of_columns(split)
     with raised_on_all_ranks(model):
         return [ClippedLookup(lookup, rules, columns, groups) for lookup in lookups]
+
+
+def _require_all_processes(model: nn.Module, split: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Raises ValueError for column shards in a model of some processes: the shards' groups are made by all of them."""
+    sizes = {process_group_of(each).size() for each in sharded_collections(model).values()}
+    several = sorted(table for table, parts in split.items() if any(len(set(ranks)) > 1 for ranks in parts))
+    for table in several if any(size < dist.get_world_size() for size in sizes) else ():
+        raise ValueError(
+            f"table {table!r} is sharded column-wise over {min(sizes)} of {dist.get_world_size()} processes, which"
+            " would wait for the others; shard it row- or table-wise, or the model over all of them"
+        )
 
 
 def _clippable_lookups(model: nn.Module, skipped: set[str], unclipped: set[str]) -> list[TbeLookup]:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.tbe.column_shards import copy_from_first_shards
-from cowrec.sparse_opt.tbe.lookup import ShardedCollection, sharded_like_weights
+from cowrec.sparse_opt.tbe.lookup import ShardedCollection, process_group_of, sharded_like_weights
 
 from .lookup_adam import LookupAdam
 from .replay import StepHistory
@@ -52,6 +52,7 @@ class CollectionAdam:
         column_ranks: Mapping[str, Sequence[Sequence[int]]],
     ):
         self.collection, self._config, self._column_ranks = collection, config, column_ranks
+        self._group = process_group_of(collection)
         self._step_hook: RemovableHandle | None = None
         self._training_thread: int | None = None
         self._state_hooks: list[RemovableHandle] = []
@@ -206,8 +207,8 @@ class CollectionAdam:
         lrs, device = self.history.lrs, self.history.schedule.step_sizes.device
         agreed = torch.full((self._agreed_steps(),), -1.0, dtype=torch.float64, device=device)
         agreed[: len(lrs)] = lrs.to(device)
-        if _has_peers():
-            dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        if self._group.size() > 1:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
         rates: list[float] = agreed.tolist()
         return rates
 
@@ -225,10 +226,10 @@ class CollectionAdam:
 
     def _agreed_steps(self) -> int:
         """Steps taken, also on ranks that hold no table and took none."""
-        if not _has_peers():
+        if self._group.size() == 1:
             return self.step
         steps = torch.tensor(self.step, device=self.history.schedule.step_sizes.device)
-        dist.all_reduce(steps, dist.ReduceOp.MAX)
+        dist.all_reduce(steps, dist.ReduceOp.MAX, group=self._group)
         return int(steps)
 
     def make_state(self, path: str) -> None:
@@ -294,10 +295,6 @@ def _held_here(value: Any) -> list[Tensor]:
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
     return [value] if isinstance(value, Tensor) and not isinstance(value, DTensor) else []
-
-
-def _has_peers() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 class Entry:

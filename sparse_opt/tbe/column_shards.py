@@ -109,9 +109,6 @@ class ColumnShards:
         summed = [_over_ranks(part.contiguous(), to) for part, to in zip(parts, self._groups, strict=True)]
         return torch.cat(summed, dim=1)[:, complete.slot]
 
-    def add_up_tables(self, squares: Sequence[Tensor]) -> list[Tensor]:
-        """Adds up squares as :meth:`add_up`, for all rows of each table, each float64 [2, V]."""
-        added: dict[str, Tensor] = {}
     def on_all(self, flag: Tensor) -> Tensor:
         """True where it is on all ranks that hold columns of a row together, however many tables link them; bool []."""
         agreed, groups = flag.int(), [group for group in self._groups if group is not None]
@@ -120,6 +117,9 @@ class ColumnShards:
                 dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
         return agreed.bool()
 
+    def add_up_tables(self, squares: Sequence[Tensor]) -> list[Tensor]:
+        """Adds up squares as :meth:`add_up`, for all rows of each table, each float64 [2, V]."""
+        added: dict[str, Tensor] = {}
         for name, shard_squares in sorted(zip(self._names, squares, strict=True), key=lambda each: each[0]):
             added[name] = added[name] + shard_squares if name in added else shard_squares
         summed = {name: _over_ranks(table.contiguous(), self._group_of[name]) for name, table in added.items()}

@@ -214,8 +214,7 @@ class TbeLookup:
     @property
     def process_group(self) -> ProcessGroup:
         """Processes that its collection is sharded over."""
-        group: ProcessGroup = self.collection._env.process_group
-        return group
+        return process_group_of(self.collection)
 
     @property
     def num_ranks(self) -> int:
@@ -292,6 +291,12 @@ def _memory_of(tbe: SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmb
     else:
         weights = next(each for each in (tbe.weights_dev, tbe.weights_host, tbe.weights_uvm) if each.numel())
     return weights
+
+
+def process_group_of(collection: ShardedCollection) -> ProcessGroup:
+    """Processes that a collection is sharded over."""
+    group: ProcessGroup = collection._env.process_group
+    return group
 
 
 def groups_of_ranks(collection: Any) -> Iterator[tuple[int, Any]]:

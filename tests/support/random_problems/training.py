@@ -33,6 +33,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import (
     EnumerableShardingSpec,
     ParameterSharding,
+    ShardingEnv,
     ShardingPlan,
     ShardMetadata,
 )
@@ -303,9 +304,12 @@ class _Network(nn.Module):
 
 
 def sharded_model(
-    problem: Problem, device: torch.device = CPU, fused_params: dict[str, Any] | None = None
+    problem: Problem,
+    device: torch.device = CPU,
+    fused_params: dict[str, Any] | None = None,
+    env: ShardingEnv | None = None,
 ) -> DistributedModelParallel:
-    """Shards the problem's collections over the default process group and sets their initial values."""
+    """Shards the problem's collections, by default over the default process group, and sets their initial values."""
     optimizer = FUSED_OPTIMIZERS.get(problem.optimizer, FUSED_OPTIMIZERS["sgd"])
     fused_params = fused_params or {"optimizer": optimizer, "learning_rate": problem.lr, "eps": problem.eps}
     sharders: list[Any] = [kind(fused_params) for kind in (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)]
@@ -322,7 +326,7 @@ def sharded_model(
         for t, each in enumerate(collection.tables):
             if each.plan == "table_row_wise":
                 plan[f"c{c}"][f"t{t}"].compute_kernel = "fused"  # its generator lacks the argument
-    model = DistributedModelParallel(network, device=device, plan=ShardingPlan(plan=plan), sharders=sharders)
+    model = DistributedModelParallel(network, env, device, plan=ShardingPlan(plan=plan), sharders=sharders)
     initial = problem.initial()
     for key, value in model.state_dict().items():
         if key.endswith(".weight"):
