@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -30,6 +31,7 @@ from cowrec.sparse_opt.tbe.one_process import look_up_directly
 from cowrec.trainer.config.checks import hint
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import OptimizerConfig
+from cowrec.trainer.runtime.processes import Process
 
 from .run_plan import RunPlan, Scaled
 from .sharding import sharding_plan
@@ -51,7 +53,15 @@ def build_sharded(plan: RunPlan) -> DistributedModelParallel:
     set_product_precision(config.train.precision, plan.process.device)
     sharded = shard(unsharded_task(plan), plan)
     fill_tables(sharded, plan.tables, config.optimizer.embedding_init_std, config.train.seed)
+    if plan.process.world_size > 1:  # building the network took the same random numbers everywhere
+        seed_process(config.train.seed, plan.process)
     return sharded
+
+
+def seed_process(seed: int, process: Process, step: int = 0) -> None:
+    """Gives this process random numbers of its own from step ``step`` on, such as those of dropout."""
+    own = np.random.SeedSequence([seed, step, process.rank]).generate_state(1, np.uint64)
+    torch.manual_seed(int(own[0]))
 
 
 def unsharded_task(plan: RunPlan) -> TrainTask:

@@ -27,7 +27,13 @@ from cowrec.trainer.runs.checkpoint import (
     readable,
 )
 from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.sharded_model.build import adam_config, build_sharded, dense_parameters, embedding_optimizer
+from cowrec.trainer.sharded_model.build import (
+    adam_config,
+    build_sharded,
+    dense_parameters,
+    embedding_optimizer,
+    seed_process,
+)
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.id_translation import IdTranslation
 from cowrec.trainer.sharded_model.run_plan import RunPlan
@@ -238,6 +244,8 @@ class TrainState:
             checkpoints.read(path, state)
             self._load(state)
             self.model.fused_optimizer.set_optimizer_step(int(state["iterations"]))
+            if not random:
+                seed_process(self._config.train.seed, self._process, progress.step)
             for generators in random.values():
                 torch.set_rng_state(generators["cpu"])
                 if "cuda" in generators:
