@@ -88,8 +88,8 @@ def poisoned(folder: Path, processes: int) -> dict[str, Any]:
 
 def idle(folder: Path, processes: int) -> dict[str, Any]:
     """The stream stops for longer than a process may keep the others waiting."""
-    arrival = {"source": str(folder / "idle"), "later": str(folder / f"later{processes}"), "later_seconds": 9}
-    given = ["train.timeout_seconds=6", "online.max_wait_seconds=0"]
+    arrival = {"source": str(folder / "idle"), "later": str(folder / f"later{processes}"), "later_seconds": 19}
+    given = ["train.timeout_seconds=16", "online.max_wait_seconds=0"]
     return case_of(folder, processes, "idle", *CASES["expiry"], *given, **arrival)
 
 
