@@ -230,7 +230,8 @@ def steady_run(case: Case) -> Iterator[SteadyRun]:
         scaled = plan.scaled.hyperparameters
         dense = DenseAdam(dense_parameters(model), scaled, case.config.optimizer.adam_epsilon)
         captured = None if why_not_captured(plan, model, adam) else adam
-        pipeline = pipeline_of(model, dense, process, captured=captured, batch_size=case.batch_size)
+        ahead = case.config.train.replay_ahead
+        pipeline = pipeline_of(model, dense, process, captured=captured, batch_size=case.batch_size, replay_ahead=ahead)
         dense.prepare(0, scaled.dense_lr)
         pipeline.progress(batches)
         enter_steady_state(case, adam, _gradient_size(adam, first_batch[0], scaled.betas[1]), scaled.betas)
