@@ -53,8 +53,11 @@ def require_target(path: Path) -> None:
     """Raises ValueError if no file can be written at a path, before the work whose result it is for."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file, such as {path / 'result'}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{path} cannot be written: the folder {path.parent} does not exist; create it first")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a device or a pipe; name a file")
+    folder = Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent
+    if not folder.is_dir():
+        raise ValueError(f"{path} cannot be written: the folder {folder} does not exist; create it first")
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -65,7 +68,11 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Opens `<path>.partial` for writing; renames it to `path` when the block ends, or removes it on an exception."""
+    """Opens `<path>.partial` for writing; renames it to `path` when the block ends, or removes it on an exception.
+
+    Of a symbolic link, the file that it points to is replaced.
+    """
+    path = Path(os.path.realpath(path))
     partial = path.with_name(path.name + PARTIAL)
     try:
         with durable_file(partial) as file:

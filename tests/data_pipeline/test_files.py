@@ -21,6 +21,9 @@ def test_a_file_is_replaced_or_kept(tmp_path):
     replace_file(file, b"second")
     assert file.read_bytes() == b"second"
     assert os.listdir(tmp_path) == ["file"]
+    (tmp_path / "link").symlink_to("file")
+    replace_file(tmp_path / "link", b"third")
+    assert (file.read_bytes(), file.is_symlink(), (tmp_path / "link").is_symlink()) == (b"third", False, True)
 
 
 def test_a_lock_excludes_others_until_its_process_ends(tmp_path):

@@ -218,6 +218,7 @@ MISTAKES = {
     f"{TUNE} --validation-fraction 0": "--validation-fraction must be above 0",
     f"{TUNE} --dense-lr fixed --embedding-lr fixed --set optimizer.l2=0": "nothing to search: give a range with --emb",
     "predict none --data none -o no/p.parquet": "no/p.parquet cannot be written: the folder no does not exist; create",
+    "predict none --data none -o /dev/null": "/dev/null is a device or a pipe; name a file",
     "predict none --data none -o {data}": "data is a folder; name a file, such as",
     "plan {toml} --data {data} --hosts 1 -o no/p.json": "no/p.json cannot be written: the folder no does not",
     "schema infer {toml} -o no/s.toml": "no/s.toml cannot be written: the folder no does not exist; create it first",
