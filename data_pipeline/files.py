@@ -4,6 +4,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,12 +69,13 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Opens `<path>.partial` for writing; renames it to `path` when the block ends, or removes it on an exception.
+    """Opens a new file for writing; renames it to `path` when the block ends, or removes it on an exception.
 
-    Of a symbolic link, the file that it points to is replaced.
+    Its name, `<path>.<random>.partial`, is of this call alone, so that of several writers the last one to end wins; of
+    a long name it has the beginning, since names have limits. Of a symbolic link, what it points to is replaced.
     """
     path = Path(os.path.realpath(path))
-    partial = path.with_name(path.name + PARTIAL)
+    partial = path.with_name(f"{path.name[:50]}.{secrets.token_hex(8)}{PARTIAL}")
     try:
         with durable_file(partial) as file:
             yield file

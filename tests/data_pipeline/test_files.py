@@ -24,6 +24,11 @@ def test_a_file_is_replaced_or_kept(tmp_path):
     (tmp_path / "link").symlink_to("file")
     replace_file(tmp_path / "link", b"third")
     assert (file.read_bytes(), file.is_symlink(), (tmp_path / "link").is_symlink()) == (b"third", False, True)
+    with replacing(file) as one, replacing(file) as other:
+        one.write(b"by one")
+        other.write(b"other")
+    assert file.read_bytes() == b"by one", "the last to end"
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
 def test_a_lock_excludes_others_until_its_process_ends(tmp_path):

@@ -142,11 +142,13 @@ class Checkpoints:
         self._failure: str | None = None
 
     def clean(self) -> None:
-        """Removes unfinished checkpoints of a killed process; call it while holding the run's folder."""
+        """Removes unfinished checkpoints and files of a killed process; call it while holding the run's folder."""
 
         def remove() -> None:
             for partial in self.folder.glob(f"{_PREFIX}*{_PARTIAL}"):
                 shutil.rmtree(partial)
+            for partial in filter(Path.is_file, self.folder.parent.glob(f"*{_PARTIAL}")):
+                partial.unlink()
 
         on_first(self._process, remove)
 
