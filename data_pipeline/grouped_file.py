@@ -37,6 +37,13 @@ class ArrowFile:
 
 
 GroupedFile: TypeAlias = pq.ParquetFile | ArrowFile
+
+
+def parquet_file(source: Any, **options: Any) -> pq.ParquetFile:
+    """Opens a Parquet file; INT96 times, as Spark writes them, are microseconds: nanoseconds would wrap in 2262."""
+    return pq.ParquetFile(source, coerce_int96_timestamp_unit="us", **options)
+
+
 _VALUE_BYTES = 8
 """Least size of a value in memory; on disk, dictionaries and runs make values smaller."""
 

@@ -12,7 +12,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from cowrec.data_pipeline.dataset.schema import (
     BUCKET_SUFFIX,
@@ -23,7 +22,7 @@ from cowrec.data_pipeline.dataset.schema import (
     TRUE_LOGIT,
     WEIGHT_SUFFIX,
 )
-from cowrec.data_pipeline.grouped_file import ArrowFile
+from cowrec.data_pipeline.grouped_file import ArrowFile, parquet_file
 from cowrec.data_pipeline.raw.inputs import Source, find_inputs, partition_of
 from cowrec.data_pipeline.raw.layouts import RawKind, RawLabel
 from cowrec.data_pipeline.raw.reading import look
@@ -251,7 +250,7 @@ def read_sample(path: str | os.PathLike[str], label: str = "") -> RawSample:
 
 
 def _table_sample(source: Source, types: pa.Schema) -> RawSample:
-    file = pq.ParquetFile(source.path) if source.format == "parquet" else ArrowFile(pa.memory_map(source.path))
+    file = parquet_file(source.path) if source.format == "parquet" else ArrowFile(pa.memory_map(source.path))
     batches, rows = list[pa.RecordBatch](), 0
     for batch in file.iter_batches(SAMPLE_ROWS):  # an Arrow file may have batches of a few rows
         batches.append(batch)

@@ -8,9 +8,8 @@ from contextlib import closing, contextmanager
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from cowrec.data_pipeline.grouped_file import ArrowFile, GroupedFile, group_sizes, row_bytes
+from cowrec.data_pipeline.grouped_file import ArrowFile, GroupedFile, group_sizes, parquet_file, row_bytes
 from cowrec.data_pipeline.remote import is_remote
 
 from .inputs import (
@@ -191,7 +190,7 @@ def _open(path: str, kind: FileFormat) -> GroupedFile:
     if kind == "arrow":
         return ArrowFile(open_file(path) if is_remote(path) else pa.memory_map(path))
     # Without a size of the buffer, all bytes of a row group would be read at once.
-    return pq.ParquetFile(
+    return parquet_file(
         open_file(path), buffer_size=read_bytes(path), pre_buffer=False, page_checksum_verification=True
     )
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cowrec.data_pipeline.files import replacing
-from cowrec.data_pipeline.grouped_file import ArrowFile, group_sizes
+from cowrec.data_pipeline.grouped_file import ArrowFile, group_sizes, parquet_file
 
 from .source import CHUNK_BYTES, Chunk, SourcePosition
 
@@ -174,7 +174,7 @@ class _GroupedFile:
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
-        self._file = pq.ParquetFile(path) if path.suffix == ".parquet" else ArrowFile(pa.memory_map(str(path)))
+        self._file = parquet_file(path) if path.suffix == ".parquet" else ArrowFile(pa.memory_map(str(path)))
         self._sizes = group_sizes(self._file)
         self._group, self._table = -1, pa.table({})
 

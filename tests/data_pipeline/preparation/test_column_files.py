@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline import PrepareConfig, open_source, prepare
 from cowrec.data_pipeline.raw.values import as_id_text
 from raw_cases import TIMED_SCHEMA, content, read_split
 from refusal import refused
@@ -254,6 +254,15 @@ def test_new_ids_of_another_form_than_the_vocabulary_are_reported(tmp_path, samp
     caplog.clear()
     prepare("tabular", [tmp_path / "whole.parquet"], tmp_path / "new", like=tmp_path / "out")
     assert caplog.records[0].getMessage().startswith("field 'city': 100 values are the id of a whole number")
+
+
+def test_times_of_spark_may_be_of_any_year(tmp_path, samples):
+    far = with_column(samples, "city", pa.array([datetime.datetime(9999, 12, 31)] * 100))
+    pq.write_table(far, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
+    run(tmp_path, "a.parquet")
+    vocabulary = pq.read_table(tmp_path / "out" / "vocabulary" / "city.parquet")
+    assert vocabulary["value"].to_pylist() == ["9999-12-31 00:00:00"]
+    assert open_source(str(tmp_path)).poll(1, 0).samples["city"].to_pylist() == [datetime.datetime(9999, 12, 31)]
 
 
 @pytest.mark.parametrize("scale", [0, 6, 8, 12])
