@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -185,16 +185,29 @@ def _statistics(layout: Layout, config: PrepareConfig) -> dict[str, NumberStatis
 
 
 def _report_markers(vocabularies: dict[str, Vocabulary], layout: Layout) -> None:
-    """Warns of ids that programs write for a missing value."""
-    texts = sorted({form(text) for text in LOOKS_MISSING for form in (str.lower, str.upper, str.title)})
+    """Warns of ids that programs write for a missing value, and of truth values that are written in several ways."""
     for name, vocabulary in vocabularies.items() if layout.name == "tabular" else ():
-        rows = vocabulary.rows(pa.array(texts))
-        found = [text for text, row in zip(texts, rows, strict=True) if row != OUT_OF_VOCABULARY]
-        if found:
+        truths = _present(vocabulary, ("true", "false"))
+        if len({form for form in FORMS for text in truths if form(text) == text}) > 1:
+            logger.warning(
+                "field %r has the ids %s, truth values that are written in several ways, as pandas writes them in CSV "
+                "and in Parquet; these are different ids. Write them in one way and prepare again",
+                name, ", ".join(truths),
+            )  # fmt: skip
+        if found := _present(vocabulary, LOOKS_MISSING):
             logger.warning(
                 "field %r has the ids %s; if they mean a missing value, set null = %s in the schema file",
                 name, ", ".join(found), json.dumps(found),
             )  # fmt: skip
+
+
+FORMS = (str.lower, str.upper, str.title)
+
+
+def _present(vocabulary: Vocabulary, texts: Collection[str]) -> list[str]:
+    """Returns which texts, in lower case, in capitals or with one capital letter, a vocabulary has."""
+    ids = sorted({form(text) for text in texts for form in FORMS})
+    return [each for each, row in zip(ids, vocabulary.rows(pa.array(ids)), strict=True) if row != OUT_OF_VOCABULARY]
 
 
 def _sparse(raw: RawField, kind: SparseKind, config: PrepareConfig) -> SparseField:

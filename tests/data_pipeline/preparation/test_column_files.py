@@ -224,6 +224,7 @@ def test_the_columns_of_hive_partitions(tmp_path, kind):
 
 DOUBTS = {
     "text": (pa.array(["212", "212.0", "7.0", "x"] * 25), {}, "field 'city': 25 values are the id of a whole number"),
+    "truths": (pa.array(["True", "true", "x", "y"] * 25), {}, "field 'city' has the ids True, true, truth values"),
     "hashed": (pa.array(["212", "212.0", "7.0", "x"] * 25), {"raw_ids": True}, "field 'city': 25 values are the id"),
     "fractions": (pa.array([1.0, 2.0, 0.5, 1.5] * 25), {}, "column 'city': 50 of its ids are no whole numbers"),
     "large": (pa.array([2.0**53, 1.0] * 50), {}, "column 'city': 50 of its ids are floating point numbers too large"),
