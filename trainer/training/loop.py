@@ -19,6 +19,7 @@ from cowrec.trainer.config.run import (
     RunConfig,
     few_steps_warning,
     load_config,
+    prepared_otherwise_warning,
     require_config,
     to_plain,
     with_defaults,
@@ -374,6 +375,9 @@ class Trainer:
             require_run_dir(folder, self.config, self.process, resume)
             on_first(self.process, lambda: create_run_dir(folder, self.config, self.plan.describe()))
             on_first(self.process, lambda: save_sharding(folder, self.sharding))
+            schema = self.plan.schema
+            if warning := prepared_otherwise_warning(self.config, schema.name, schema.settings.get("prepare", {})):
+                self.warn(warning)
             self.checkpoints.clean()
             try:
                 with self._heartbeat.names_the_lost():

@@ -97,7 +97,7 @@ def test_a_resumed_run_is_bit_identical(folder: Path, tmp_path: Path, name: str)
 
 
 def test_resuming_without_a_checkpoint_starts_and_after_the_end_reports(
-    folder: Path, uninterrupted: Path, tmp_path: Path
+    folder: Path, uninterrupted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(folder, tmp_path / "new", resume=True)
     assert_same(tmp_path / "new", uninterrupted)
@@ -107,6 +107,9 @@ def test_resuming_without_a_checkpoint_starts_and_after_the_end_reports(
     assert_same(without_checkpoints, uninterrupted)
     longer = run(folder, tmp_path / "longer", "train.epochs=3")
     assert run(folder, tmp_path / "new", "train.epochs=3", resume=True)["auc"] == longer["auc"]
+    assert "(the data set has" not in caplog.text
+    run(folder, tmp_path / "late", "train.epochs=1", "prepare.min_count=50", "prepare.on_bad_row=error")
+    assert "warning: prepare.min_count = 50 (the data set has 1) has no effect on a data set that is" in caplog.text
 
 
 def test_other_settings_are_refused(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
