@@ -8,12 +8,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import nan
 from pathlib import Path
 from typing import Any
 
 from cowrec.data_pipeline import Batch, Schema
+from cowrec.data_pipeline.files import locked
 from cowrec.data_pipeline.remote import Place
 from cowrec.trainer.config.run import (
     RunConfig,
@@ -372,7 +373,7 @@ class Trainer:
         folder = self.place.folder
         with hold_run_dir(folder, self.process):
             # Checked again: only from here on can no other process fill the folder.
-            require_run_dir(folder, self.config, self.process, resume)
+            require_run_dir(folder, self.config, self.process, resume, held=True)
             on_first(self.process, lambda: create_run_dir(folder, self.config, self.plan.describe()))
             on_first(self.process, lambda: save_sharding(folder, self.sharding))
             schema = self.plan.schema
@@ -537,9 +538,17 @@ class Trainer:
             logger.warning(text)
 
 
-def require_run_dir(run_dir: Path, config: RunConfig, process: Process, resume: bool) -> None:
-    """Raises ValueError unless the folder is unused or, on resuming, holds a run of this configuration."""
-    on_first(process, lambda: require_own(run_dir, config) if resume else require_unused(run_dir))
+def require_run_dir(run_dir: Path, config: RunConfig, process: Process, resume: bool, *, held: bool = False) -> None:
+    """Raises ValueError unless the folder is unused or, on resuming, holds a run of this configuration.
+
+    Also if another process is at work there, unless this one has it locked (`held`).
+    """
+
+    def check() -> None:
+        with nullcontext() if held or not run_dir.is_dir() else locked(run_dir):
+            require_own(run_dir, config) if resume else require_unused(run_dir)
+
+    on_first(process, check)
 
 
 def _duration(seconds: float) -> str:

@@ -119,7 +119,8 @@ def test_other_settings_are_refused(folder: Path, uninterrupted: Path, tmp_path:
     refused(r"is not a run: it has no config.toml", run, folder, folder / "data", resume=True)
     refused("has a complete run; add --resume", run, folder, uninterrupted)
     with locked_folder(uninterrupted):
-        refused("another process is at work in", run, folder, uninterrupted, resume=True)
+        for resume in (True, False):
+            refused("another process is at work in", run, folder, uninterrupted, resume=resume)
     assert sorted(uninterrupted.rglob("*")) == before
 
 
