@@ -15,7 +15,7 @@ import pyarrow.csv
 from .columns import MISSING_LABEL, SampleColumns
 from .inputs import Block, Source
 from .layouts import LABEL_ADVICE, Layout
-from .values import family, mask
+from .values import family, mask, plain_array
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,8 @@ def raw_table(block: Block, layout: Layout) -> "RawTable":
 
 def _readable(block: Block, table: pa.Table) -> "RawTable":
     """Returns the rows whose text is UTF-8, which Parquet does not ensure."""
+    if not _is_readable(table):
+        table = pa.table({name: _takeable(table[name]) for name in table.column_names})
     places = np.arange(block.first_place, block.first_place + block.samples)
     bad = [
         BadRow(
@@ -170,12 +172,31 @@ def _copy(table: pa.Table, start: int, stop: int) -> pa.Table:
 def _is_readable(table: pa.Table) -> bool:
     try:
         table.validate(full=True)
-        for column in table.columns:
-            if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
-                column.cast(pa.large_string())
+        for chunk in (chunk for column in table.columns for chunk in column.chunks):
+            _require_utf8(chunk)
     except pa.ArrowInvalid:
         return False
     return True
+
+
+def _require_utf8(values: pa.Array) -> None:
+    """Raises ArrowInvalid if bytes, at any depth, are not UTF-8."""
+    if pa.types.is_dictionary(values.type):
+        return _require_utf8(values.dictionary)
+    values = plain_array(values)
+    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        _require_utf8(values.flatten())
+    for each in values.flatten() if pa.types.is_struct(values.type) else ():
+        _require_utf8(each)
+
+
+def _takeable(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Returns values of which rows can be taken, which Arrow does not do of views, without those of no row."""
+    if isinstance(values, pa.ChunkedArray):
+        return pa.chunked_array([_takeable(each) for each in values.chunks])
+    if pa.types.is_dictionary(values.type):
+        return _takeable(values.dictionary).take(values.indices)
+    return values.cast(pa.binary()) if values.type in (pa.string_view(), pa.binary_view()) else values
 
 
 PARSE_BYTES = 1 << 19
