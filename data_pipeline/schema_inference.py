@@ -270,10 +270,10 @@ def _said(kind: pa.DataType) -> str:
         return "weighted"
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         names = [each.name for each in kind.value_type] if pa.types.is_struct(kind.value_type) else []
-        flat = not names and as_id_text(plain_array(pa.array([], kind.value_type))) is not None
+        flat = not names and as_id_text(plain_array(pa.nulls(0, kind.value_type))) is not None
         if flat or {"id", "weight"} <= set(names):
             return "weighted" if names else "multi"
-    return "" if as_id_text(plain_array(pa.array([], kind))) else f"values of the type {kind}, which are not read"
+    return "" if as_id_text(plain_array(pa.nulls(0, kind))) else f"values of the type {kind}, which are not read"
 
 
 def _texts(column: pa.ChunkedArray) -> list[str | None]:

@@ -348,7 +348,7 @@ def _with_missing(
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:
     if not column.num_chunks:
-        return plain_array(pa.array([], column.type))
+        return plain_array(pa.nulls(0, column.type))
     arrays = [plain_array(chunk) for chunk in column.chunks]
     return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
 

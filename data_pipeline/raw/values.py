@@ -154,7 +154,7 @@ def plain_array(values: pa.Array) -> pa.Array:
     if isinstance(values, pa.ExtensionArray):
         return plain_array(values.storage)
     if pa.types.is_dictionary(kind):
-        return plain_array(values.cast(kind.value_type))
+        return plain_array(values.dictionary).take(values.indices)
     if pa.types.is_run_end_encoded(kind):
         return plain_array(pc.run_end_decode(values))
     if pa.types.is_map(kind):

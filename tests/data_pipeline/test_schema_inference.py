@@ -143,6 +143,16 @@ def test_an_arrow_file_of_small_batches_gives_its_first_rows(tmp_path: Path, row
     assert found == {"price": "numeric"}
 
 
+def test_an_arrow_file_of_polars(tmp_path: Path) -> None:
+    """It has views, also in dictionaries."""
+    shops = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2, 1] * 10), pa.array(list("abc"), pa.string_view()))
+    table = pa.table([[n % 2 for n in range(40)], shops], ["click", "shop"])
+    with pa.ipc.new_file(tmp_path / "raw.arrow", table.schema) as writer:
+        writer.write_table(table)
+    assert inferred(tmp_path / "raw.arrow")[2] == {"shop": "categorical"}
+    assert prepared(tmp_path / "raw.arrow").splits["train"].rows == 40
+
+
 @pytest.mark.parametrize("header", [True, False])
 def test_the_columns_of_folders(tmp_path: Path, header: bool) -> None:
     """As Hive names them, of all files; without a header `prepare` knows no further columns."""

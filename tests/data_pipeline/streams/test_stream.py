@@ -250,7 +250,6 @@ UNREADABLE = {
     "bytes that are no text": ("id", lambda ids: not_utf8(ids).cast(pa.binary()), "Invalid UTF8"),
     "text that is not UTF-8": ("label", lambda labels: not_utf8(labels.cast(pa.string())), "Invalid UTF8"),
     "a column that occurs twice": (None, lambda numbers: numbers, "several columns have the name 'number'"),
-    "a dictionary of lists": ("tags", lambda tags: pa.DictionaryArray.from_arrays([0] * 10, tags), "dictionary"),
     "a list of numbers": ("number", lambda numbers: pa.array([[1.0]] * 10), "has the type list"),
 }
 
