@@ -22,7 +22,7 @@ class ArrowFile:
         self, batch_size: int, row_groups: Sequence[int] | None = None, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Yields the record batches as they are, whatever ``batch_size``."""
-        reader = self._reader(self.schema_arrow.names if columns is None else columns)
+        reader = self._reader(columns)
         return (reader.get_batch(group) for group in row_groups or range(self.num_row_groups))
 
     def read_row_group(self, group: int) -> pa.Table:
@@ -31,8 +31,8 @@ class ArrowFile:
     def close(self, force: bool = True) -> None:
         self._source.close()
 
-    def _reader(self, columns: Sequence[str]) -> pa.RecordBatchFileReader:
-        chosen = [self.schema_arrow.get_field_index(name) for name in columns]
+    def _reader(self, columns: Sequence[str] | None) -> pa.RecordBatchFileReader:
+        chosen = None if columns is None else [self.schema_arrow.get_field_index(name) for name in columns]
         return pa.ipc.open_file(self._source, options=pa.ipc.IpcReadOptions(included_fields=chosen))
 
 

@@ -7,8 +7,8 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
@@ -22,10 +22,9 @@ from cowrec.data_pipeline.dataset.schema import (
     TRUE_LOGIT,
     WEIGHT_SUFFIX,
 )
-from cowrec.data_pipeline.grouped_file import ArrowFile, parquet_file
 from cowrec.data_pipeline.raw.inputs import Source, find_inputs, partition_of
 from cowrec.data_pipeline.raw.layouts import RawKind, RawLabel
-from cowrec.data_pipeline.raw.reading import look
+from cowrec.data_pipeline.raw.reading import look, naming_file, open_groups
 from cowrec.data_pipeline.raw.text import BYTE_ORDER_MARK, RawText
 from cowrec.data_pipeline.raw.values import (
     EXACT_INTEGERS,
@@ -250,12 +249,12 @@ def read_sample(path: str | os.PathLike[str], label: str = "") -> RawSample:
 
 
 def _table_sample(source: Source, types: pa.Schema) -> RawSample:
-    file = parquet_file(source.path) if source.format == "parquet" else ArrowFile(pa.memory_map(source.path))
     batches, rows = list[pa.RecordBatch](), 0
-    for batch in file.iter_batches(SAMPLE_ROWS):  # an Arrow file may have batches of a few rows
-        batches.append(batch)
-        if (rows := rows + batch.num_rows) >= SAMPLE_ROWS:
-            break
+    with naming_file(source.path), closing(open_groups(source.path, source.format)) as file:
+        for batch in file.iter_batches(SAMPLE_ROWS):  # an Arrow file may have batches of a few rows
+            batches.append(batch)
+            if (rows := rows + batch.num_rows) >= SAMPLE_ROWS:
+                break
     table = pa.Table.from_batches(batches, batches[0].schema if batches else types).slice(0, SAMPLE_ROWS)
     columns = [_texts(column) for column in table.columns]
     said = {each.name: _said(each.type) for each in types}
@@ -285,6 +284,17 @@ def _texts(column: pa.ChunkedArray) -> list[str | None]:
         return [None] * len(column)
 
 
+@contextmanager
+def _values_of_any_length() -> Iterator[None]:
+    """Lifts the limit of Python's reader of CSV."""
+    limit = csv.field_size_limit(SAMPLE_BYTES)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+@_values_of_any_length()
 def _text_sample(path: str, label: str) -> RawSample:
     with closing(RawText(path)) as text:
         data = text.read(SAMPLE_BYTES)

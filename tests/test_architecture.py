@@ -62,7 +62,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "raw": "counts remote grouped_file dataset",
         "encoding": "hashing dataset raw",
         "preparation": "hashing parallel remote dataset raw encoding",
-        "schema_inference": "grouped_file dataset raw",
+        "schema_inference": "dataset raw",
         "json_lines": "raw",
         "codec": "hashing json_lines dataset raw encoding",
         "streams": "files urls hashing grouped_file dataset codec encoding",

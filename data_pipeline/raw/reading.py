@@ -60,7 +60,7 @@ def look(path: str) -> tuple[Source, pa.Schema | None]:
     if kind is None:
         return look_at_text(path), None
     found = stamp(path)
-    with _errors(path), closing(_open(path, kind)) as opened:
+    with naming_file(path), closing(open_groups(path, kind)) as opened:
         schema = opened.schema_arrow
     return Source(path, kind, found, b"", tuple(schema.names), partition_of(path)), schema
 
@@ -116,7 +116,7 @@ MOST_ROWS = 1 << 16
 
 def _survey_columns(source: Source, report: Report, *, segment_samples: int, block_bytes: int) -> RawFile:
     """Divides the rows of a file into segments; see `survey`."""
-    with _errors(source.path), closing(_open(source.path, source.format)) as opened:
+    with naming_file(source.path), closing(open_groups(source.path, source.format)) as opened:
         starts, size = _group_starts(opened), row_bytes(opened, source.columns)
     if stamp(source.path) != source.stamp:
         raise ValueError(changed_message(source.path))
@@ -145,15 +145,15 @@ class ColumnReader:
         self.source, self.offset = source, 0
         if stamp(source.path) != source.stamp:
             raise ValueError(changed_message(source.path))
-        with _errors(source.path):
-            self._file = _open(source.path, source.format)
+        with naming_file(source.path):
+            self._file = open_groups(source.path, source.format)
             self._starts = _group_starts(self._file)
         self._batches: Iterator[pa.RecordBatch] | None = None
         self._surplus: list[pa.RecordBatch] = []
 
     def read_segment(self, segment: Segment) -> pa.Table:
         """Returns the rows of a segment, the columns `source.columns`."""
-        with _errors(self.source.path, f", rows {segment.offset + 1} to {segment.offset + segment.size}"):
+        with naming_file(self.source.path, f", rows {segment.offset + 1} to {segment.offset + segment.size}"):
             if self._batches is None or segment.offset != self.offset:
                 group = int(np.searchsorted(self._starts, segment.offset, side="right")) - 1
                 self._batches = self._file.iter_batches(
@@ -186,7 +186,8 @@ class ColumnReader:
         return pa.Table.from_batches(found)
 
 
-def _open(path: str, kind: FileFormat) -> GroupedFile:
+def open_groups(path: str, kind: FileFormat) -> GroupedFile:
+    """Opens a Parquet or Arrow file; read it within `naming_file`."""
     if kind == "arrow":
         return ArrowFile(open_file(path) if is_remote(path) else pa.memory_map(path))
     # Without a size of the buffer, all bytes of a row group would be read at once.
@@ -201,7 +202,7 @@ def _group_starts(file: GroupedFile) -> np.ndarray:
 
 
 @contextmanager
-def _errors(path: str, where: str = "") -> Iterator[None]:
+def naming_file(path: str, where: str = "") -> Iterator[None]:
     """Turns errors of Arrow into ValueErrors that name the file."""
     try:
         yield

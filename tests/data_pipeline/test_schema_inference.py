@@ -144,9 +144,9 @@ def test_an_arrow_file_of_small_batches_gives_its_first_rows(tmp_path: Path, row
 
 
 def test_an_arrow_file_of_polars(tmp_path: Path) -> None:
-    """It has views, also in dictionaries."""
+    """It has views, also in dictionaries; names may be repeated."""
     shops = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2, 1] * 10), pa.array(list("abc"), pa.string_view()))
-    table = pa.table([[n % 2 for n in range(40)], shops], ["click", "shop"])
+    table = pa.table([[n % 2 for n in range(40)], shops, shops, shops], ["click", "shop", "x", "x"])
     with pa.ipc.new_file(tmp_path / "raw.arrow", table.schema) as writer:
         writer.write_table(table)
     assert inferred(tmp_path / "raw.arrow")[2] == {"shop": "categorical"}
@@ -265,6 +265,7 @@ def test_types_of_parquet_are_believed_and_nulls_are_bad_rows(tmp_path: Path) ->
 
 NUMERIC = {"2020": "numeric"}
 STRANGE = {
+    "a long text": ("shop,note", f's{{m}},"{"a, " * 44_000}{{n}}"', {"shop": "categorical"}),
     "a pandas index": (",shop,price", "{n},s{m},{n}.5", {"shop": "categorical", "price": "numeric"}),
     "commas at the ends of lines": ("shop,price,", "s{m},{n}.5,", {"shop": "categorical", "price": "numeric"}),
     "spaces after delimiters": ("shop, price", "s{m}, {n}.5", {"shop": "categorical", "price": "numeric"}),
@@ -307,6 +308,9 @@ def test_files_that_are_no_table_are_named_as_such(tmp_path: Path) -> None:
         path.write_text(text, newline="")
         refused(problem, infer_schema, path)
     refused("column 'click' cannot be the label: it has one value", infer_schema, path, label="click")
+    pq.write_table(pa.table({"click": ["no", "yes"] * 99}), path)
+    path.write_bytes(path.read_bytes().replace(b"PAR1\x15", b"PAR1\xff"))
+    refused(r"raw\.csv: truncated or damaged", infer_schema, path)
 
 
 def test_types_that_are_not_read_and_infinity_of_parquet(tmp_path: Path) -> None:
