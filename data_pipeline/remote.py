@@ -32,9 +32,12 @@ def is_remote(place: Place) -> bool:
     """Returns whether a place is a URI of a supported file system other than the local one.
 
     Raises:
-        ValueError: the scheme is not supported, the URI has credentials, or it became a path and lost a slash.
+        ValueError: the scheme is not supported, the URI has credentials, it became a path and lost a slash, or the
+            place is not UTF-8.
     """
     text = os.fspath(place)
+    if text.encode(errors="replace").decode() != text:
+        raise ValueError(f"the path {text!r} is not UTF-8, as libraries and the files of runs need it; rename it")
     found = _URI.match(text)
     if found is None:
         if _COLLAPSED.match(text):

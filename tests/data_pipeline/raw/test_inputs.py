@@ -41,6 +41,8 @@ def test_files_keep_their_order_and_others_are_sorted(folder):
     ("inputs", "message"),
     [
         ([], "no input file given"),
+        (["th\udce9.csv"], r"the path 'th\\udce9.csv' is not UTF-8, as .*; rename it"),
+        (["latin"], r"the path 'latin/\\udce9.csv' is not UTF-8"),
         (["nowhere.csv"], "input file nowhere.csv does not exist"),
         (["night_*.csv"], r"input night_\*.csv: no file or folder matches this pattern"),
         (["_S*", "*SUCCESS"], r"input \*SUCCESS: no file or folder matches this pattern \(names with . or _ first"),
@@ -50,7 +52,9 @@ def test_files_keep_their_order_and_others_are_sorted(folder):
     ],
 )
 def test_inputs_are_checked(folder, inputs, message):
-    (folder / "none").mkdir()
+    for name in ("none", "latin"):
+        (folder / name).mkdir()
+    (folder / "latin" / "\udce9.csv").touch()
     (folder / "none" / "_SUCCESS").touch()
     (folder / "empty.csv").touch()
     with pytest.raises(ValueError, match=message):
