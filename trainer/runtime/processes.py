@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -89,6 +90,7 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
         store: dist.Store | None = None if launched else dist.HashStore()
         if launched and local_world_size == world_size:
             store = _store_of_this_attempt(world_size, timeout)
+        hook = sys.excepthook  # torch wraps it at each joining
         _join(own_device, rank, world_size, store, timeout)
         try:
             yield process
@@ -97,6 +99,8 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
             if process.world_size == 1:
                 dist.destroy_process_group()
             raise
+        finally:
+            sys.excepthook = hook
         dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """Errors for users are one line; any other error is a bug and keeps its traceback."""
 
 import errno
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cowrec.data_pipeline.files import write_file
 from cowrec.models import ModelConfig, require_model
 from cowrec.trainer.config.run import config_from
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed, ProcessLost, is_message, message_of
+from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.training import saved_run
 
 
@@ -91,3 +93,10 @@ def test_a_full_disk_is_named_with_the_remedy() -> None:
     assert message_of(error).startswith("No space left on device for /dev/full; free disk space")
     assert message_of(OSError(errno.ENOSPC, "the disk of X is full")) == "[Errno 28] the disk of X is full"
     assert message_of(raised(lambda: Path("/no/such/file").read_text())).endswith("'/no/such/file'")
+
+
+def test_a_process_group_leaves_the_hook_for_errors_that_nobody_catches() -> None:
+    hook = sys.excepthook
+    with process_group("cpu"):
+        pass
+    assert sys.excepthook is hook
