@@ -260,7 +260,7 @@ def _float_ids(values: pa.Array) -> tuple[pa.Array, np.ndarray, Counter[str]]:
     whole = (numbers == np.floor(numbers)) & (size < 2.0**63)
     digits = pa.array(np.where(whole, numbers, 0.0).astype(np.int64)).cast(pa.string())
     text = pc.if_else(pa.array(whole), digits, values.cast(pa.string()))
-    doubts = Counter({FRACTIONS: int((np.isfinite(numbers) & ~whole).sum())})
+    doubts = Counter({FRACTIONS: int((np.isfinite(numbers) & (numbers != np.floor(numbers))).sum())})
     doubts[ROUNDED] = int((np.isfinite(numbers) & (size >= EXACT_INTEGERS[bits])).sum())
     return text, wrong, +doubts
 

@@ -228,6 +228,7 @@ DOUBTS = {
     "hashed": (pa.array(["212", "212.0", "7.0", "x"] * 25), {"raw_ids": True}, "field 'city': 25 values are the id"),
     "fractions": (pa.array([1.0, 2.0, 0.5, 1.5] * 25), {}, "column 'city': 50 of its ids are no whole numbers"),
     "large": (pa.array([2.0**53, 1.0] * 50), {}, "column 'city': 50 of its ids are floating point numbers too large"),
+    "huge": (pa.array([2.0**64, 1.0] * 50), {}, "column 'city': 50 of its ids are floating point numbers too large"),
     "single": (pa.array([2.0**24, 1.0] * 50, pa.float32()), {}, "column 'city': 50 of its ids are floating"),
     "whole": (pa.array([1.0, None] * 50), {}, ""),
     "pointed": (pa.array(["212.0", "7.0", "x", None] * 25), {}, "field 'city': 50 values, and all that are whole"),
