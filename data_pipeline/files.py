@@ -16,6 +16,11 @@ PARTIAL = ".partial"
 """Suffix of a file or folder that is still being written."""
 
 
+def space_remedy(error: OSError) -> str:
+    """What to do about an error whose number is in `NO_SPACE`."""
+    return "raise the limit of file sizes (ulimit -f)" if error.errno == errno.EFBIG else "free disk space"
+
+
 def sync_file(file: IO[bytes]) -> None:
     """Flushes an open file to disk. Raises OSError if the disk is full."""
     file.flush()

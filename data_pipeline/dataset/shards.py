@@ -1,5 +1,6 @@
 """Parquet shards: atomic writing, and reading with checks so that invalid ids never reach a lookup."""
 
+import errno
 import glob
 import logging
 import os
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from cowrec.data_pipeline.files import NO_SPACE, locked
+from cowrec.data_pipeline.files import NO_SPACE, locked, space_remedy
 from cowrec.data_pipeline.remote import fetch_missing
 
 from .sample_block import Bags, SampleBlock, id_dtype
@@ -317,8 +318,9 @@ def disk_errors(folder: Path) -> Iterator[None]:
         written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         raise OSError(
             error.errno,
-            f"no space left for {folder} on the disk of {folder.parent}: {free:,} bytes are free after {written:,} "
-            "were written. They are removed again; free more space, or choose an output folder on another disk",
+            f"{'a file is too large' if error.errno == errno.EFBIG else 'no space left'} for {folder} on the disk of "
+            f"{folder.parent}: {free:,} bytes are free after {written:,} were written. They are removed again; "
+            f"{space_remedy(error)}, or choose an output folder on another disk",
         ) from error
 
 

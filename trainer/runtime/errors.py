@@ -47,12 +47,13 @@ def is_message(error: BaseException) -> bool:
 
 def message_of(error: BaseException) -> str:
     """Text for the user of an error that :func:`is_message`; the system's own about a full disk gets the remedy."""
-    from cowrec.data_pipeline.files import NO_SPACE  # loads torch, which a process may only do once it is prepared
+    # This loads torch, which a process may only do once it is prepared.
+    from cowrec.data_pipeline.files import NO_SPACE, space_remedy
 
     if isinstance(error, OSError) and error.errno in NO_SPACE and error.strerror == os.strerror(error.errno):
         place = error.filename2 or error.filename
         return (
-            f"{error.strerror}{f' for {place}' if place else ''}; free disk space, then run the command again, with"
-            " --resume if it is to continue a run"
+            f"{error.strerror}{f' for {place}' if place else ''}; {space_remedy(error)}, then run the command"
+            " again, with --resume if it is to continue a run"
         )
     return str(error)

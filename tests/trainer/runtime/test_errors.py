@@ -1,6 +1,7 @@
 """Errors for users are one line; any other error is a bug and keeps its traceback."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,8 @@ def test_a_full_disk_is_named_with_the_remedy() -> None:
     assert message_of(error).startswith("No space left on device; free disk space")
     error = raised(lambda: write_file(Path("/dev/full"), b"x"))
     assert message_of(error).startswith("No space left on device for /dev/full; free disk space")
+    error = OSError(errno.EFBIG, os.strerror(errno.EFBIG), "x")
+    assert message_of(error).startswith("File too large for x; raise the limit of file sizes (ulimit -f), then")
     assert message_of(OSError(errno.ENOSPC, "the disk of X is full")) == "[Errno 28] the disk of X is full"
     assert message_of(raised(lambda: Path("/no/such/file").read_text())).endswith("'/no/such/file'")
 
