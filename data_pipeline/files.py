@@ -55,12 +55,14 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
         sync_file(file)
 
 
-def require_target(path: Path) -> None:
-    """Raises ValueError if no file can be written at a path, before the work whose result it is for."""
+def require_target(path: Path, *, new: bool = False) -> None:
+    """Raises ValueError if no file, or no `new` one, can be written at a path; before the work that it is for."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file, such as {path / 'result'}")
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is a device or a pipe; name a file")
+    if new and path.exists():
+        raise ValueError(f"{path} exists; choose another --output, or remove it")
     folder = Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent
     if not folder.is_dir():
         raise ValueError(f"{path} cannot be written: the folder {folder} does not exist; create it first")

@@ -290,6 +290,11 @@ class Schema:
                 f"{folder} is not a prepared data set: it has no {SCHEMA_FILE}. An interrupted `prepare` leaves none; "
                 "run it again"
             ) from None
+        except NotADirectoryError:
+            raise ValueError(
+                f"{folder} is a file, not the folder of a prepared data set; if it has raw samples, prepare it first:"
+                f" cowrec schema infer {folder}, then cowrec prepare tabular --input {folder}"
+            ) from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} cannot be read ({error}); prepare the data set again") from error
         version = content.get("format_version") if isinstance(content, dict) else None

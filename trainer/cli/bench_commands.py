@@ -50,7 +50,7 @@ def plan(
     Example: `cowrec plan run.toml --data data/criteo --hosts 8 --memory-gb 141`
     """
     from cowrec.data_pipeline import Schema
-    from cowrec.data_pipeline.files import require_target
+    from cowrec.data_pipeline.files import replace_file, require_target
     from cowrec.trainer.config.run import with_defaults
     from cowrec.trainer.planning.plan import Cluster, plan_run
 
@@ -72,7 +72,7 @@ def plan(
         print(f"fits: {'; '.join(made.remedies) or 'no kind of sharding, nor 64 times the hosts'}")
     if output:
         values = {"cluster": dataclasses.asdict(cluster), "batch_size": size, **dataclasses.asdict(made)}
-        output.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        replace_file(output, (json.dumps(values, indent=1) + "\n").encode())
 
 
 def _table(kinds: list[Any], sizes: list[dict[str, int]], unit: float) -> str:

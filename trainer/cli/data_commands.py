@@ -67,17 +67,15 @@ def infer(
     Example: `cowrec schema infer clicks.csv --output columns.toml`
     """
     from cowrec.data_pipeline import infer_schema
-    from cowrec.data_pipeline.files import require_target
+    from cowrec.data_pipeline.files import replace_file, require_target
 
     if output is not None:
-        require_target(output)
-        if output.exists():
-            raise ValueError(f"{output} exists; choose another file or remove it")
+        require_target(output, new=True)
     text = infer_schema(file, label=label)
     if output is None:
         print(text, end="")
         return
-    output.write_text(text, encoding="utf-8")
+    replace_file(output, text.encode())
     shown = re.findall(r"^(?:label|positive|threshold|time) = .*|^# (?:unsure|left out): .*", text, re.MULTILINE)
     print("\n".join([*shown, f"{output}: {text.count('{name')} fields, {text.count('unsure:')} remarks to check"]))
 

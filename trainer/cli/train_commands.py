@@ -39,17 +39,15 @@ def init(
 
     Example: `cowrec config init --for criteo --output run.toml`
     """
+    from cowrec.data_pipeline.files import replace_file, require_target
     from cowrec.trainer.config.reference import run_file
 
     text = run_file(preset)
     if output is None:
         sys.stdout.write(text)
         return
-    try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ValueError(f"{output} exists; choose another --output, or remove it") from None
+    require_target(output, new=True)
+    replace_file(output, text.encode())
     print(output)
 
 
@@ -132,11 +130,13 @@ def plot(
 
     Example: `cowrec plot runs/base runs/large --output comparison.png`
     """
+    from cowrec.data_pipeline.files import require_target
     from cowrec.trainer.reports.run_curves import FORMATS, RunCurves, curves_table, plot_runs
     from cowrec.trainer.runs.run_dir import METRICS
 
     if output.suffix.lstrip(".") not in FORMATS:
         raise ValueError(f"{output} must end in one of: {', '.join('.' + each for each in FORMATS)}")
+    require_target(output)
     names = [run.name for run in runs]
     curves = [RunCurves.read(run.name if names.count(run.name) == 1 else str(run), run / METRICS) for run in runs]
     print(f"{curves_table(curves)}\n\nplot: {plot_runs(curves, output)}")

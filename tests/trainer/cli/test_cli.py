@@ -171,7 +171,7 @@ def test_an_inferred_schema_prepares_its_file(cowrec: Cowrec, folder: Path, tmp_
     assert "1 dense and 3 sparse fields" in printed
     code, _, error = cowrec("schema", "infer", raw, "-o", columns)
     assert code == 2
-    assert "inferred.toml exists; choose another file or remove it" in error
+    assert "inferred.toml exists; choose another --output, or remove it" in error
 
 
 def test_set_overrides_the_prepare_section_of_the_file(cowrec: Cowrec, folder: Path, tmp_path: Path) -> None:
@@ -197,6 +197,9 @@ MISTAKES = {
     "train none.toml --data {data}": "none.toml does not exist",
     "train {toml}": "no data set: pass --data DIR or set data.dir",
     "train {toml} --data none": "none is not a prepared data set",
+    "train {toml} --data {toml}": "run.toml is a file, not the folder of a prepared data set; if it has raw samples",
+    "config init -o no/run.toml": "no/run.toml cannot be written: the folder no does not exist; create it first",
+    "plot {data} -o no/plot.png": "no/plot.png cannot be written: the folder no does not exist; create it first",
     f"{TRAIN} --run-dir {{data}}": "is not empty, and not that of a run; or choose another with --run-dir",
     f"{TRAIN} --set train.device=cuda": "torch sees no GPU",
     "evaluate {data} --data {data}": "is not a run: it has no config.toml",

@@ -2,6 +2,7 @@
 
 import math
 import re
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -278,6 +279,12 @@ def test_the_command_writes_new_files_only(cowrec: Cowrec, tmp_path: Path) -> No
     file = tmp_path / "run.toml"
     assert cowrec("config", "init", "--for", "avazu", "--output", file)[0] == 0
     assert file.read_text() == run_file("avazu")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    error = cowrec("config", "init", "--output", tmp_path / "full.toml")[2]
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in error
+    assert list(tmp_path.iterdir()) == [file]
     assert f"{file} exists; choose another --output" in cowrec("config", "init", "--output", file)[2]
     assert cowrec("config", "init") == (0, run_file(), "")
     assert "--for 'critoe' is not known; did you mean 'criteo'?" in cowrec("config", "init", "--for", "critoe")[2]
