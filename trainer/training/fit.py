@@ -130,11 +130,11 @@ def fit(
 def _as_arrow(table: Any) -> pa.Table:
     try:
         return pa.table(table)
-    except pa.ArrowException as error:
-        remedy = "give each column values of one type, for example by astype('string')"
-        raise ValueError(f"the table cannot be read by Arrow: {error}; {remedy}") from error
-    except TypeError as error:
-        raise ValueError(f"table must be a pandas DataFrame or a pyarrow Table, got {type(table)}") from error
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise ValueError(
+            f"table must be a pandas DataFrame or a pyarrow Table, got {type(table)}, which Arrow cannot read: {error};"
+            " give each column a name of its own, and dense values of one type, for example by astype('string')"
+        ) from error
 
 
 def _written(table: pa.Table, file: Path) -> Path:

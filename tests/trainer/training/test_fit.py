@@ -108,8 +108,13 @@ def test_skipped_rows_have_no_prediction(tmp_path: Path) -> None:
 
 def test_a_data_frame_is_its_parquet_file(tmp_path: Path) -> None:
     """Integer names, an index of names, and an index of two levels."""
-    pytest.importorskip("pandas")
+    pandas = pytest.importorskip("pandas")
     frame = clicks().to_pandas().rename(columns={"3": 3})
+    for wrong, why in (
+        (frame.rename(columns={"row": "user"}), "Duplicate .*'user'.*give each column a name of its own"),
+        (frame.assign(user=pandas.arrays.SparseArray([0, 1] * (ROWS // 2))), r"column user.*and dense values"),
+    ):
+        refused(f"which Arrow cannot read: .*{why}", fit, wrong, label="clicked", run_dir=tmp_path / "wrong")
     config = RunConfig(prepare=PrepareConfig(seed=1))
     for name, case in (("plain", frame), ("user", frame.set_index("user")), ("both", frame.set_index(["user", "row"]))):
         one = fit(case, label="clicked", config=config, run_dir=tmp_path / name)
