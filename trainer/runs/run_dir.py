@@ -13,11 +13,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, vocabulary_file
-from cowrec.data_pipeline.files import locked_folder, replace_file
+from cowrec.data_pipeline.files import locked_folder, replace_file, replacing
 from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain
 from cowrec.trainer.runtime.processes import Process, on_first
 
@@ -90,7 +91,7 @@ def require_own(path: Path, config: RunConfig) -> None:
 def _require_same_data(run_dir: Path, data_dir: Path) -> None:
     """Raises ValueError unless a data set is the one of a run, or a copy of it."""
     run, data = Schema.load(run_dir), Schema.load(data_dir)
-    require_same_ids(run_dir, run, data_dir, data)
+    require_same_ids(run_dir, run, data_dir, data, restored=True)
     if different := difference_of_samples(run, data):
         raise ValueError(
             f"{data_dir} is not the data set of {run_dir}: {different}; resume with that one, or start another run,"
@@ -112,8 +113,12 @@ def difference_of_samples(one: Schema, other: Schema) -> str:
     return ""
 
 
-def require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema) -> None:
-    """Raises ValueError if the data were prepared with other ids or dense scales than the run's."""
+def require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema, *, restored: bool = False) -> None:
+    """Raises ValueError if the data were prepared with other ids or dense scales than the run's.
+
+    Args:
+        restored: a vocabulary that is missing or damaged in the run's folder is no error: it is copied there again.
+    """
     different = None
     if (run.dense, run.sparse) != (data.dense, data.sparse):
         different = "its fields, their sizes or scales differ"
@@ -124,7 +129,7 @@ def require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema) -
     else:
         for field in run.sparse:
             files = [vocabulary_file(folder, field.vocabulary) for folder in (run_dir, data_dir)]
-            if field.encoding == "vocabulary" and not _same_vocabulary(*files):
+            if field.encoding == "vocabulary" and not _same_vocabulary(*files, restored=restored):
                 different = f"the ids of field {field.name!r} differ"
                 break
     if different:
@@ -140,13 +145,26 @@ def _planted(schema: Schema) -> dict[str, Any] | None:
     return {key: value for key, value in schema.settings.items() if key not in ("rows", "test_rows", "shard_rows")}
 
 
-def _same_vocabulary(one: Path, other: Path) -> bool:
+def _same_vocabulary(run: Path, data: Path, *, restored: bool) -> bool:
     """True for the same ids in the same order; versions of the Parquet library write them differently."""
-    for path in (one, other):
-        if not path.is_file():
-            raise ValueError(f"vocabulary file {path} is missing; prepare the data set, or train the run, again")
-    same_bytes = filecmp.cmp(one, other, shallow=False)
-    return same_bytes or pq.read_table(one, columns=["value"]).equals(pq.read_table(other, columns=["value"]))
+    if _same_bytes(run, data):
+        return True
+    ids = []
+    for path in (data, run):
+        try:
+            ids.append(pq.read_table(path, columns=["value"]))
+        except (OSError, pa.ArrowException):
+            if restored and path == run:
+                return True
+            raise ValueError(
+                f"vocabulary file {path} is missing or damaged; prepare the data set again, or continue the run with"
+                " --resume, which restores its own"
+            ) from None
+    return ids[0].equals(ids[1])
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 def _is_used(path: Path) -> bool:
@@ -172,10 +190,13 @@ def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) ->
     save_config(config, path / CONFIG, "\n".join(f"derived: {key} = {value}" for key, value in derived.items()))
     warn_if_changed(load_code(path), path)  # of a resumed run
     save_code(path, config)
-    Schema.load(data_dir).save(path)
     for file in sorted((data_dir / VOCABULARY).glob("*")):
         (path / VOCABULARY).mkdir(exist_ok=True)
-        shutil.copy(file, path / VOCABULARY)
+        own = path / VOCABULARY / file.name
+        if not _same_bytes(own, file):
+            with file.open("rb") as source, replacing(own) as copy:
+                shutil.copyfileobj(source, copy)
+    Schema.load(data_dir).save(path)  # last: the next start compares what is here with its data
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:

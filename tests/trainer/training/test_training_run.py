@@ -128,7 +128,11 @@ def test_a_run_resumes_on_its_own_data_set_alone(folder: Path, tmp_path: Path) -
     def resume(data: Path) -> None:
         train(load_config(folder / "run.toml", ["train.epochs=3"]), data, ended, resume=True)
 
+    city, *others = (ended / "vocabulary").iterdir()
+    city.write_bytes(city.read_bytes()[:300])
+    others[0].unlink()
     resume(copy)
+    assert all(each.read_bytes() == (copy / "vocabulary" / each.name).read_bytes() for each in (city, *others))
     kept = {file: file.read_bytes() for file in ended.rglob("*") if file.is_file()}
     schema = Schema.load(copy)
     changed = replace(schema, sources=tuple(replace(each, bytes=each.bytes + 1) for each in schema.sources))
@@ -142,6 +146,16 @@ def test_a_run_resumes_on_its_own_data_set_alone(folder: Path, tmp_path: Path) -
     refused("run is a run that follows a stream, .*; continue it with cowrec online --resume", resume, folder / "data")
     (ended / "journal").unlink()
     assert {file: file.read_bytes() for file in ended.rglob("*") if file.is_file()} == kept
+
+
+def test_a_start_that_ended_early_is_resumed(folder: Path, tmp_path: Path) -> None:
+    """The first file of a vocabulary cannot be copied."""
+    data = shutil.copytree(folder / "data", tmp_path / "data")
+    (data / "vocabulary" / "a").mkdir()
+    with pytest.raises(IsADirectoryError):
+        run(folder, tmp_path / "run", "train.epochs=1", data=data)
+    (data / "vocabulary" / "a").rmdir()
+    assert run(folder, tmp_path / "run", "train.epochs=1", data=data, resume=True)["steps"] == 5
 
 
 def test_data_with_other_ids_are_refused(folder: Path, tmp_path: Path) -> None:
