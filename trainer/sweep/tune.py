@@ -169,6 +169,7 @@ def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials
             line, value = _run(runs, trial, with_values(shared, values), search.metric)
             study.tell(trial, value, state=TrialState.PRUNED if value is None else TrialState.COMPLETE)
             runs.add({"trial": number, "batch_size": search.batch_size, **values, **line})
+            runs.remove_checkpoints(f"trial-{number}")  # after its line: half of them would fail the trial for ever
             say(f"{line['state']}{_in_short(line)}  {line['seconds']:.0f} s")
         best = next(iter(ranked(runs.lines, search.metric)), None)
         if best:
@@ -246,7 +247,6 @@ def _run(runs: Runs, trial: Trial, config: RunConfig, metric: str) -> tuple[dict
     except ProcessFailed as error:
         if not str(error).startswith(f"{NonFiniteLoss.__name__}: "):
             raise ProcessFailed(f"trial {trial.number + 1}: {error}; the same command repeats it") from None
-        runs.remove_checkpoints(name)
         line: dict[str, Any] = {"state": "failed", "error": str(error)}
     else:
         result = _result(report, metric)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from optuna.trial import TrialState
 from commands.command_line import Cowrec
 from commands.forked_commands import Forked
 from cowrec.trainer import load_config, train
+from cowrec.trainer.sweep.runs import Runs
 from cowrec.trainer.sweep.tune import Outcome, Search, hints, study_of, tune
 from trained_runs import data_folder
 
@@ -109,12 +111,24 @@ def test_more_trials_and_wider_ranges_continue(folder: Path, found: Outcome) -> 
         run(folder, folder / "study", search=dataclasses.replace(SEARCH, metric="auc"))
 
 
-def test_a_trial_whose_loss_is_not_finite_fails_and_the_study_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_a_trial_whose_loss_is_not_finite_fails_and_the_study_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is whole until its line is kept."""
+    whole: list[bool] = []
+
+    def add(runs: Runs, line: dict[str, Any], add: Callable = Runs.add) -> None:
+        whole.append((runs.folder_of(f"trial-{line['trial']}") / "vocabulary").exists())
+        add(runs, line)
+
+    monkeypatch.setattr(Runs, "add", add)
     search = Search(51, "auc", {"dense_lr": (5e-3, 1e37), "embedding_lr": None, "l2": None}, patience=0)
     outcome = run(folder, tmp_path / "out", "train.epochs=1", search=search, trials=4)
     failed = [line for line in outcome.lines if line["state"] == "failed"]
     assert failed, outcome.lines
     assert all(line["error"].startswith("NonFiniteLoss: the loss was not finite") for line in failed)
+    assert whole == [line in failed for line in outcome.lines]
+    assert not list((tmp_path / "out").glob("runs/*/vocabulary"))
     assert outcome.best is not None
     assert outcome.best["validation_auc"] == max(line.get("validation_auc", 0) for line in outcome.lines)
 
