@@ -157,7 +157,8 @@ class SampleColumns:
         numbers: dict[str, np.ndarray] = {}
         ids: dict[str, pa.Array] = {}
         weights: dict[str, np.ndarray] = {}
-        for field in sorted(fields, key=lambda each: bool(each.along)):
+        ordered = sorted(fields, key=lambda each: bool(each.along))
+        for field in ordered:
             if field.kind == "numeric":
                 numbers[field.name] = self.numbers(field.column, field.null)
             elif tables and field.name in tables:
@@ -165,7 +166,8 @@ class SampleColumns:
             elif field.kind == "categorical":
                 ids[field.name] = self.texts(field.column, field.null)
             else:
-                ids[field.name], of_pairs = self.lists(field, time)
+                along = [self._columns[each.column] for each in ordered if each.along == field.name]
+                ids[field.name], of_pairs = self.lists(field, time, along)
                 if of_pairs is not None:
                     weights[field.name] = of_pairs
         return numbers, ids, weights
@@ -177,11 +179,13 @@ class SampleColumns:
         self._fail((rows < 0) | (rows >= end) | (rows % 1 != 0), name, self._columns[name], f"must be in [0, {end})")
         return rows.astype(np.int32)
 
-    def lists(self, field: RawField, time: np.ndarray | None = None) -> tuple[pa.Array, np.ndarray | None]:
+    def lists(
+        self, field: RawField, time: np.ndarray | None = None, along: Iterable[pa.Array] = ()
+    ) -> tuple[pa.Array, np.ndarray | None]:
         """Returns lists of strings [R] and, if weighted, the weights of all strings, float32.
 
         A missing or empty list is one missing value of weight 1, like empty text in a raw file. Of a sequence these
-        are its last ids, and a missing one is empty.
+        are its last ids, and a missing one is empty; `along` are the raw columns of the sequences along it.
         """
         name = field.column
         column = self._columns[name]
@@ -216,20 +220,24 @@ class SampleColumns:
             large = np.abs(weights) > MAX_WEIGHT
             self._fail(large, name, items, WEIGHTS_ARE_BOUNDED, np.repeat(np.arange(self._rows), lengths))
             weights = np.where(large, 0.0, weights).astype(np.float32)
-        present, ids = mask(ids.is_valid()), without_markers(ids.fill_null(""), field.null)
-        if field.kind == "sequence":
-            return self._last(field, offsets, ids, present), None
-        return _with_missing(offsets, ids, weights)
+        ids = without_markers(ids.fill_null(""), field.null)
+        if field.kind != "sequence":
+            return _with_missing(offsets, ids, weights)
+        missing = nothing = mask(pc.equal(ids, ""))
+        if not joined and not field.along:  # an item that is null or a marker keeps its place beside one along it
+            nothing = mask(pc.equal(items, "").fill_null(False)) if is_text(items.type) else np.zeros_like(missing)
+            for other in along:
+                nothing = nothing | missing & np.repeat(_without_items(other), lengths)
+        return self._last(field, offsets, ids, nothing), None
 
-    def _last(self, field: RawField, offsets: np.ndarray, ids: pa.Array, present: np.ndarray) -> pa.ListArray:
-        """Returns the last ids of each list; none of a list of one empty string, as empty text becomes.
+    def _last(self, field: RawField, offsets: np.ndarray, ids: pa.Array, nothing: np.ndarray) -> pa.ListArray:
+        """Returns the last ids of each list; none of a list of one that is `nothing`, as empty text becomes.
 
-        A sequence along another one has as many ids, of which one may be that empty string. An id that was null, not
-        `present`, is a missing one.
+        A sequence along another one has as many ids, of which one may be such.
         """
         given = np.diff(offsets)
         single, own = np.flatnonzero(given == 1), given.copy()
-        own[single] -= (mask(pc.equal(ids, "")) & present)[offsets[single]]
+        own[single] -= nothing[offsets[single]]
         steps = self._steps.setdefault(field.name, self._steps.get(field.along, own))
         wrong = np.where(steps > 0, given, own) != steps
         self._fail(wrong, field.column, pa.array(given), f"must have as many values as field {field.along!r}")
@@ -344,6 +352,13 @@ def _with_missing(
         weights = None if weights is None else np.r_[weights, np.float32(1)][indices]
         offsets = starts
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), ids), weights
+
+
+def _without_items(column: pa.Array) -> np.ndarray:
+    """Whether a list is null or empty, bool [R]; text is never, as it is always split into at least one item."""
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return mask(pc.equal(pc.list_value_length(column).fill_null(0), 0))
+    return np.zeros(len(column), bool) if is_text(column.type) else mask(column.is_null())
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:

@@ -109,14 +109,15 @@ def test_sequences_along_another_have_as_many_ids(tmp_path):
 
 
 def test_the_only_item_of_a_list_may_be_missing(tmp_path):
-    """Null in a list is a missing id, alone too, beside an id of a sequence along it."""
-    (tmp_path / "schema.toml").write_text(SCHEMA.replace(SCHEMA.splitlines()[-2], ALONG))
-    history = pa.array([[None], ["b", None], [""], [], None, ["b"]])
-    tags = pa.array([["x"], ["x", "y"], [""], [""], None, [None]])
-    prepared_table(tmp_path, click=[1, 0, 0, 1, 1, 0], item=["a"] * 6, history=history, tags=tags)
+    """Null and its markers in a list are missing ids, alone too, unless a sequence along it has none."""
+    schema = SCHEMA.replace(SCHEMA.splitlines()[-2], ALONG).replace('"item"}', '"item", null = ["-"]}')
+    (tmp_path / "schema.toml").write_text(schema)
+    history = pa.array([[None], ["b", None], [""], [], None, ["b"], ["-"], [], None, ["-"], [None]])
+    tags = pa.array([["x"], ["x", "y"], [""], [""], None, [None], ["x"], [None], [None], [], None])
+    prepared_table(tmp_path, click=[1, 0] * 5 + [1], item=["a"] * 11, history=history, tags=tags)
     rows = read_split(tmp_path / "table", "train")
-    assert rows["history"] == [[MISSING], [3, MISSING], [], [], [], [3]]
-    assert [len(each) for each in rows["tags"]] == [1, 2, 0, 0, 0, 1]
+    assert rows["history"] == [[MISSING], [3, MISSING], [], [], [], [3], [MISSING], [], [], [], []]
+    assert [len(each) for each in rows["tags"]] == [1, 2, 0, 0, 0, 1, 1, 0, 0, 0, 0]
 
 
 def test_ages_are_the_bits_of_seconds_before_the_sample(tmp_path):
