@@ -79,7 +79,7 @@ def prepare(
     if earlier is None:
         described.check_names(config.dense)
     if overwrite:
-        _check_outside(output, [*(source.path for source in sources), *([] if like is None else [os.fspath(like)])])
+        _check_outside(output, [source.path for source in sources], like)
     written = output_folder(output, overwrite=overwrite, shared=scheduler is not None)
     with written as folder, _engine(scheduler, folder) as engine:
         work = partial(survey, header=described.header, segment_samples=config.shard_rows)
@@ -199,15 +199,15 @@ def _without_absent(layout: Layout, sources: Sequence[Source], keep: Sequence[st
     return dataclasses.replace(layout, absent=tuple(absent), for_prediction=True)
 
 
-def _check_outside(output: Place, read: Iterable[str]) -> None:
-    """Raises ValueError if what is read lies in the output folder, which is replaced."""
+def _check_outside(output: Place, read: Sequence[str], like: PathLike | None) -> None:
+    """Raises ValueError if what is read lies in the output folder, which is replaced; `like` may be that folder."""
 
     def parts(place: Place) -> tuple[str, ...]:
         text = os.fspath(place)
         return Path(text.partition("?")[0] if is_remote(text) else os.path.realpath(local_path(text))).parts
 
     folder = parts(output)
-    for place in read:
+    for place in [*read, *([like] if like is not None and parts(like) != folder else [])]:
         if parts(place)[: len(folder)] == folder:
             raise ValueError(f"input {place} is in {output}, which would be overwritten; choose another output folder")
 

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import shutil
 
 import pytest
 
@@ -152,4 +153,12 @@ def test_a_failed_run_keeps_the_existing_data_set(prepared, tmp_path):
         inputs, schema_file = [tmp_path / "out" / name], tmp_path / "schema.toml"
         refused(message, prepare, "tabular", inputs, tmp_path / "out", schema_file=schema_file, overwrite=True)
     assert Schema.load(tmp_path / "out").splits["train"].rows == 2
+    # The data set that the new one is like may be the one that is replaced, but not lie in it.
+    inner, raw = shutil.copytree(tmp_path / "out", tmp_path / "out" / "inner"), tmp_path / "raw.csv"
+    raw.write_text(GOOD)
+    message = "input .*inner is in .*out, which would be overwritten"
+    refused(message, prepare, "tabular", [raw], tmp_path / "out", like=inner, overwrite=True)
+    shutil.rmtree(inner)
+    prepare("tabular", [raw], tmp_path / "out", like=tmp_path / "out", overwrite=True)
+    assert Schema.load(tmp_path / "out").splits["test"].rows == 1
     assert leftovers(tmp_path) == ["out"]
