@@ -388,7 +388,9 @@ def _header(rows: Sequence[Sequence[str]]) -> tuple[bool, bool]:
     columns = [column for name, column in zip(rows[0], zip(*others, strict=True), strict=True) if name]
     numbers = [any(column) and all(NUMBER_PATTERN.fullmatch(text) or not text for text in column) for column in columns]
     if any(number and is_name for number, is_name in zip(numbers, named, strict=True)):
-        return True, all(named)  # a name may be a number, such as a year
+        # A name may be a number, such as a year, but none of its own column's values.
+        numeric = [each for each in zip(first, columns, named, strict=True) if not each[2]]
+        return not any(name in column for name, column, _ in numeric), all(named)
     if not all(named) or len(set(first)) < len(first):
         return False, True
     return not any(name in column for name, column in zip(first, columns, strict=True)), False

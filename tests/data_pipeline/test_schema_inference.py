@@ -128,6 +128,9 @@ def test_files_without_header_label_or_delimiter(tmp_path):
     assert inferred(raw, "click")[1].header, "a line with the label's name is a header"
     raw.write_text("".join(f"{('no', 'yes')[n % 2]},{('', 'a', 'b')[n % 3]}\n" for n in range(6)))
     assert not inferred(raw)[1].header
+    raw.write_text("1,guest,book,3.5,web\n" + "".join(f"{n % 2},{n},toy,{n}.25,app\n" for n in range(30)))
+    text, layout, _ = inferred(raw)
+    assert (layout.header, "looks like a sample, but check `header`" in text) == (False, True), "1 is a label"
     raw.write_text("word\nword\n")
     refused("no delimiter found", infer_schema, raw)
 
