@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -23,6 +24,11 @@ PACKAGES = {
 
 def main() -> None:
     """Runs the command line; exits with 2 and a line that names the remedy if its packages are not installed."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by >&-
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, "w", encoding="utf-8"))
     absent = [package for package, module in PACKAGES.items() if find_spec(module) is None]
     if absent:
         print(
@@ -45,14 +51,16 @@ def _exit(code: int) -> NoReturn:
     The shutdown would wait for messages that other processes of a run will never send, and would abort the process if a
     thread of torch or of another library released a Python object meanwhile.
     """
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever read it has read enough
-        pass
-    except OSError as error:
-        print(f"cowrec: error: standard output could not be written ({error})", file=sys.stderr)
-        code = code or 2
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:  # whoever read it has read enough
+            pass
+        except OSError as error:
+            if stream is sys.stdout:
+                with suppress(OSError):
+                    print(f"cowrec: error: standard output could not be written ({error})", file=sys.stderr)
+                code = code or 2
     os._exit(code)
 
 

@@ -49,7 +49,7 @@ main()
 """
 
 
-def test_the_end_waits_for_no_thread_and_a_full_disk_is_no_success() -> None:
+def test_the_end_waits_for_no_thread_and_a_full_disk_is_no_success(tmp_path: Path) -> None:
     def ended(output: str) -> subprocess.CompletedProcess[str]:
         with open(output, "w", encoding="utf-8") as file:
             command = [sys.executable, "-c", AT_THE_END]
@@ -59,6 +59,12 @@ def test_the_end_waits_for_no_thread_and_a_full_disk_is_no_success() -> None:
     full = ended("/dev/full")
     assert full.returncode == 2
     assert re.fullmatch(r"cowrec: error: .*No space left on device.*\n", full.stderr)
+    unsaid = f"import sys; print('unsaid', end='', file=sys.stderr){AT_THE_END}"
+    synthesized = f'"synthesize", "--rows", "60", "--test-rows", "40", "--output", "{tmp_path}/data"'
+    at_work = AT_THE_END.replace('"--help"', synthesized)
+    for redirected, script in ((">&-", AT_THE_END), ("2>&-", at_work), ("2>/dev/full", unsaid)):
+        command = ["sh", "-c", f'exec "$0" -E -c "$1" {redirected}', sys.executable, script]
+        assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=600, check=False).returncode == 0, redirected
 
 
 def test_sigterm_saves_and_a_pipe_sees_progress(folder: Path) -> None:
