@@ -8,7 +8,7 @@ import filecmp
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,8 @@ def _require_same_data(run_dir: Path, data_dir: Path) -> None:
 
 def difference_of_samples(one: Schema, other: Schema) -> str:
     """In what the samples of two data sets differ, as far as their schemas tell; "" if in nothing."""
-    if (one.dense, one.sparse) != (other.dense, other.sparse):
-        return "its fields, their sizes or scales differ"
+    if (one.dense, one.sparse, one.labels) != (other.dense, other.sparse, other.labels):
+        return "its fields, their sizes or scales, or its labels differ"
     trained = [schema.splits["train"].rows if "train" in schema.splits else 0 for schema in (one, other)]
     if trained[0] != trained[1]:
         return f"it has {trained[1]:,} training samples instead of {trained[0]:,}"
@@ -110,7 +110,15 @@ def difference_of_samples(one: Schema, other: Schema) -> str:
         return "its splits differ"
     if [(each.bytes, each.rows) for each in one.sources] != [(each.bytes, each.rows) for each in other.sources]:
         return "it was prepared from other files"
-    return ""
+    return _difference_of_settings(one.settings, other.settings)
+
+
+def _difference_of_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """In which sections the settings of two data sets differ, other than in what changes no sample; "" if in none."""
+    idle = ("shard_rows", "on_bad_row", "max_bad_rows", "keep")
+    first, second = (_without(settings, idle) for settings in (one, other))
+    different = [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
+    return f"it was prepared with other settings ({', '.join(sorted(different))})" if different else ""
 
 
 def require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema, *, restored: bool = False) -> None:
@@ -142,7 +150,16 @@ def _planted(schema: Schema) -> dict[str, Any] | None:
     """Settings that determine the meaning of synthetic ids: all but the sizes of the splits."""
     if schema.name != "synthetic":
         return None
-    return {key: value for key, value in schema.settings.items() if key not in ("rows", "test_rows", "shard_rows")}
+    return _without(schema.settings, ("rows", "test_rows", "shard_rows"))
+
+
+def _without(settings: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Settings, and those of their sections, without some keys."""
+    return {
+        key: _without(value, keys) if isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if key not in keys
+    }
 
 
 def _same_vocabulary(run: Path, data: Path, *, restored: bool) -> bool:

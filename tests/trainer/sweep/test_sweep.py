@@ -97,17 +97,20 @@ def test_runs_on_data_that_were_prepared_anew_are_not_compared(folder: Path, tmp
     data = shutil.copytree(folder / "data", tmp_path / "data")
     config, grid = load_config(folder / "run.toml", ["train.epochs=1"]), Grid([51], ["linear"], ["off"], 1)
     sweep(config, data, tmp_path / "grid", grid)
-    schema = Schema.load(data)
-    dataclasses.replace(schema, sources=()).save(data)
-    larger = dataclasses.replace(grid, batch_sizes=[51, 102])
-    refused(
-        "grid has runs on other samples than .*data: it was prepared from other files; results would not",
-        sweep,
-        config,
-        data,
-        tmp_path / "grid",
-        larger,
-    )
+    schema, larger = Schema.load(data), dataclasses.replace(grid, batch_sizes=[51, 102])
+    layout, prepared = (dict(schema.settings[name]) for name in ("layout", "prepare"))
+    layout["fields"] = [{**each, "column": "price"} for each in layout["fields"]]
+    for changes, why in (
+        ({"sources": ()}, "it was prepared from other files"),
+        ({"settings": {"prepare": prepared, "layout": layout}}, r"it was prepared with other settings \(layout\)"),
+        ({"labels": ("other",)}, "its fields, their sizes or scales, or its labels differ"),
+    ):
+        dataclasses.replace(schema, **changes).save(data)
+        message = f"grid has runs on other samples than .*data: {why}; results would not"
+        refused(message, sweep, config, data, tmp_path / "grid", larger)
+    settings = {**schema.settings, "prepare": prepared | {"max_bad_rows": 7, "shard_rows": 9999}}
+    dataclasses.replace(schema, settings=settings).save(data)
+    assert len(sweep(config, data, tmp_path / "grid", grid)) == 1
 
 
 def test_run_folders_are_those_of_train_without_checkpoints(folder: Path) -> None:

@@ -138,6 +138,8 @@ def test_a_run_resumes_on_its_own_data_set_alone(folder: Path, tmp_path: Path) -
     changed = replace(schema, sources=tuple(replace(each, bytes=each.bytes + 1) for each in schema.sources))
     changed.save(copy)
     refused(r"copy is not the data set of .*run: it was prepared from other files; resume with that", resume, copy)
+    replace(schema, settings={**schema.settings, "layout": {}}).save(copy)
+    refused(r"run: it was prepared with other settings \(layout\); resume with that one", resume, copy)
     schema.save(copy)
     table = pq.read_table(vocabulary := copy / "vocabulary" / "city.parquet")
     pq.write_table(table.take([1, 0, *range(2, len(table))]), vocabulary)
