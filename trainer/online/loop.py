@@ -33,11 +33,11 @@ from cowrec.data_pipeline.codec import ID_COLUMN, sample_block
 from cowrec.data_pipeline.files import replacing
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
-from cowrec.trainer.config.run import RunConfig, with_defaults
+from cowrec.trainer.config.run import RunConfig, load_config, with_defaults
 from cowrec.trainer.runs.checkpoint import checkpoint_name, list_checkpoints
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace
-from cowrec.trainer.runs.run_dir import JOURNAL, write_report
+from cowrec.trainer.runs.run_dir import CONFIG, JOURNAL, write_report
 from cowrec.trainer.runtime.processes import Peers, Process, from_first, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
@@ -91,7 +91,8 @@ def online(
     data = dataclasses.replace(config.data, dir=str(data_dir))
     size = config.train.batch_size if config.train.batch_size > 0 else config.optimizer.base_batch_size
     config = dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, batch_size=size))
-    config = with_defaults(config, Schema.load(data_dir).split("train").rows)
+    begun = load_config(run_dir / CONFIG) if resume and (run_dir / CONFIG).is_file() else None
+    config = with_defaults(config, Schema.load(data_dir).split("train").rows, begun)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         require_run_dir(run_dir, config, process, resume)
         run = _OnlineRun(config, RunPlace(run_dir, resume=resume), process)

@@ -89,10 +89,14 @@ def require_own(path: Path, config: RunConfig) -> None:
 
 
 def _require_same_data(run_dir: Path, data_dir: Path) -> None:
-    """Raises ValueError unless a data set is the one of a run, or a copy of it."""
+    """Raises ValueError unless a data set is the one of a run, or a copy of it; of a stream, one that decodes alike."""
     run, data = Schema.load(run_dir), Schema.load(data_dir)
     require_same_ids(run_dir, run, data_dir, data, restored=True)
-    if different := difference_of_samples(run, data):
+    if (run_dir / JOURNAL).exists():  # it reads no samples of the data set, but decodes with its fields
+        different = _difference_of_settings(*({"layout": each.settings.get("layout")} for each in (run, data)))
+    else:
+        different = difference_of_samples(run, data)
+    if different:
         raise ValueError(
             f"{data_dir} is not the data set of {run_dir}: {different}; resume with that one, or start another run,"
             " with train.warm_start to begin with this one's weights"
@@ -202,7 +206,7 @@ def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) ->
         ValueError: the folder has a run on another data set; nothing is written.
     """
     data_dir = Path(config.data.dir)
-    if (path / SCHEMA_FILE).is_file():
+    if begun := (path / SCHEMA_FILE).is_file():
         _require_same_data(path, data_dir)
     save_config(config, path / CONFIG, "\n".join(f"derived: {key} = {value}" for key, value in derived.items()))
     warn_if_changed(load_code(path), path)  # of a resumed run
@@ -213,7 +217,8 @@ def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) ->
         if not _same_bytes(own, file):
             with file.open("rb") as source, replacing(own) as copy:
                 shutil.copyfileobj(source, copy)
-    Schema.load(data_dir).save(path)  # last: the next start compares what is here with its data
+    if not begun:
+        Schema.load(data_dir).save(path)  # last: the next start compares what is here with its data
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from sklearn.metrics import log_loss, roc_auc_score
 
-from cowrec.data_pipeline import SampleCodec
+from cowrec.data_pipeline import SampleCodec, Schema
+from cowrec.data_pipeline.dataset.schema import Split
 from cowrec.data_pipeline.files import replace_file
 from cowrec.data_pipeline.streams import position
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
@@ -123,6 +124,20 @@ def test_a_resumed_run_is_bit_identical(case: Path, tmp_path: Path, settings: li
     assert_same(copy, tmp_path / "uninterrupted")
     for kind in ("window", "ids"):
         assert metrics(copy, kind) == metrics(tmp_path / "uninterrupted", kind)
+
+
+def test_a_run_is_resumed_with_data_that_decode_alike(case: Path, tmp_path: Path) -> None:
+    """Such as `prepare --like` writes, without training samples, from which L2 follows; in the same layout alone."""
+    config, data = load_config(case / "run.toml", ["train.epochs=2"]), shutil.copytree(case / "data", tmp_path / "like")
+    config = replace(config, optimizer=replace(config.optimizer, l2=None))
+    begun = online(config, case / "data", str(case / "short"), tmp_path / "run")
+    schema = Schema.load(data)
+    like = replace(schema, splits={**schema.splits, "train": Split()}, sources=())
+    like.save(data)
+    assert online(config, data, str(case / "short"), tmp_path / "run", resume=True)["steps"] == begun["steps"]
+    replace(like, settings={**like.settings, "layout": like.settings["layout"] | {"time": "C1"}}).save(data)
+    message = r"it was prepared with other settings \(layout\)"
+    refused(message, online, config, data, str(case / "short"), tmp_path / "run", resume=True)
 
 
 def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: Path) -> None:
