@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from cowrec.sparse_opt.clipping.table_rules import require_known
 from cowrec.sparse_opt.id_tables.kernels.hashing import GOLDEN, mix
 from cowrec.sparse_opt.id_tables.tables import NewRows
-from cowrec.sparse_opt.tbe.discovery import all_table_names, called_modules, find_lookups, meant_tables
+from cowrec.sparse_opt.tbe.discovery import (
+    all_table_names,
+    called_modules,
+    find_lookups,
+    meant_tables,
+    rows_of_tables,
+)
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
 
 from .embedding_adam import EmbeddingAdam
@@ -67,6 +73,8 @@ class RowInitializer:
         self._keys = np.array([int.from_bytes(each[:8], "little") for each in hashes], np.uint64)
         named = meant_tables(model, tables)
         require_known("tables", list(named), all_table_names(model))
+        rows = rows_of_tables(model)
+        self._tables = [(table, min(rows[each] for each in named if named[each] == table)) for table in tables]
         if optimizer:
             pairs: list[tuple[TbeLookup, LookupAdam | None]] = [(each.lookup, each) for each in optimizer.lookups]
         else:
@@ -94,8 +102,15 @@ class RowInitializer:
         """Resets those of a batch's new rows that this rank stores. Call it immediately before the batch's forward.
 
         Raises:
-            ValueError: the batch of the call before has not begun its training step.
+            ValueError: the batch of the call before has not begun its training step, or a table lacks a row.
         """
+        beyond = np.flatnonzero(new_rows.row >= np.array([rows for _, rows in self._tables])[new_rows.table])
+        if len(beyond):
+            table, rows = self._tables[new_rows.table[beyond[0]]]
+            raise ValueError(
+                f"table {table!r} has {rows} rows, and a new id got row {new_rows.row[beyond[0]]}; make its"
+                f" num_embeddings IdTables.num_embeddings[{table!r}], which is more than the capacity"
+            )
         if self._batch_waits and len(new_rows.row):
             raise ValueError(
                 "the rows of two batches were reset without a training forward between them: the first batch still"

@@ -216,11 +216,22 @@ def _kernels(collection: Any) -> Iterator[Any]:
         yield from inner._emb_modules
 
 
+def rows_of_tables(model: nn.Module) -> dict[str, int]:
+    """Rows of each table over all ranks, by its name in the model."""
+    return {
+        names[each.name]: each.num_embeddings for module, names in table_names(model) for each in _table_configs(module)
+    }
+
+
 def _table_names(collection: nn.Module) -> list[str]:
+    return [config.name for config in _table_configs(collection)] or [type(collection).__name__]
+
+
+def _table_configs(collection: nn.Module) -> list[Any]:
     for attribute in ("_embedding_bag_configs", "_embedding_configs"):
         if hasattr(collection, attribute):
-            return [config.name for config in getattr(collection, attribute)]
-    return [type(collection).__name__]
+            return list(getattr(collection, attribute))
+    return []
 
 
 def _why_not(collection: nn.Module) -> str:

@@ -89,6 +89,8 @@ def test_tables_that_cannot_be_reset_are_refused() -> None:
     more: Any = {"columns": DIM, "std": 1.0, "seed": 0}
     message = "tables names table 'user_tabel', which the model does not have; did you mean 'user_table'?"
     refused(message, RowInitializer, training.model, training.adam, ["user_tabel"], **more)
+    one, beyond = np.zeros(1, np.int64), np.full(1, training.tables.num_embeddings["user_table"])
+    refused(f"has {beyond[0]} rows, .* got row {beyond[0]}", training.initializer.reset, NewRows(one, beyond, one, one))
     model = sharded_model(small_problem(sharding="data_parallel"))
     refused(
         "table 't0' is data-parallel, and the rows of new ids would keep", RowInitializer, model, None, ["t0"], **more
