@@ -51,6 +51,7 @@ expire_after = "6d"
 [online]
 lateness = "1h"
 window = "2d"
+max_wait_seconds = 0
 """
 
 DRIFT = DriftConfig(

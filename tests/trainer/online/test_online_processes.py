@@ -89,14 +89,13 @@ def poisoned(folder: Path, processes: int) -> dict[str, Any]:
 def idle(folder: Path, processes: int) -> dict[str, Any]:
     """The stream stops for longer than a process may keep the others waiting."""
     arrival = {"source": str(folder / "idle"), "later": str(folder / f"later{processes}"), "later_seconds": 19}
-    given = ["train.timeout_seconds=16", "online.max_wait_seconds=0"]
+    given = ["train.timeout_seconds=16"]
     return case_of(folder, processes, "idle", *CASES["expiry"], *given, **arrival)
 
 
 def first_part(folder: Path, processes: int) -> dict[str, Any]:
     """The first two files of the stream, which then ends, with a short batch; the run continues with the last one."""
-    settings = [*CASES["expiry"], "online.max_wait_seconds=0"]
-    return case_of(folder, processes, "resumed", *settings, source=str(folder / "first"), publish=None)
+    return case_of(folder, processes, "resumed", *CASES["expiry"], source=str(folder / "first"), publish=None)
 
 
 def damaged(folder: Path) -> dict[str, Any]:
