@@ -147,8 +147,10 @@ class Checkpoints:
         def remove() -> None:
             for partial in self.folder.glob(f"{_PREFIX}*{_PARTIAL}"):
                 shutil.rmtree(partial)
-            for partial in filter(Path.is_file, self.folder.parent.glob(f"*{_PARTIAL}")):
-                partial.unlink()
+            # Not the results of other programs, which may be at work.
+            for names in ("*.toml", "*.json", "*.jsonl", "vocabulary/*"):
+                for partial in self.folder.parent.glob(f"{names}.*{_PARTIAL}"):
+                    partial.unlink()
 
         on_first(self._process, remove)
 
