@@ -78,11 +78,12 @@ class Scaled:
             ("dense_weight_decay", scaled.dense_lr * scaled.dense_weight_decay),
         ):
             if of_step > 1:
+                given = getattr(optimizer, key)
                 raise ValueError(
-                    f"optimizer.{key} = {getattr(optimizer, key):g} takes {of_step:.3g} of each weight in a step, its"
+                    f"optimizer.{key} = {given:g} takes {of_step:.3g} of each weight in a step, its"
                     f" learning rate times it scaled from batch {optimizer.base_batch_size:,} to"
-                    f" {sizes['batch_size']:,}, which turns its sign; set it to {getattr(optimizer, key) / of_step:.3g}"
-                    " at most, or make train.batch_size smaller"
+                    f" {sizes['batch_size']:,}, which turns its sign; set it to {0.99 * given / of_step:.3g}"
+                    " or less, or make train.batch_size smaller"
                 )
         return cls(
             scaled,
