@@ -4,7 +4,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,20 +75,37 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a new file for writing; renames it to `path` when the block ends, or removes it on an exception.
+    """Opens `<path>.partial` for writing; renames it to `path` when the block ends, or removes it on an exception.
 
-    Its name, `<path>.<random>.partial`, is of this call alone, so that of several writers the last one to end wins; of
-    a long name it has the beginning, since names have limits. Of a symbolic link, what it points to is replaced.
+    What a killed process has left there is overwritten. Of a symbolic link, the file that it points to is replaced.
+
+    Raises:
+        ValueError: another one is writing it.
     """
     path = Path(os.path.realpath(path))
-    partial = path.with_name(f"{path.name[:50]}.{secrets.token_hex(8)}{PARTIAL}")
-    try:
-        with durable_file(partial) as file:
+    partial = path.with_name(path.name + PARTIAL)
+    with naming_full_disk(path), open(partial, "wb", opener=_without_emptying) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever had the lock until now may have renamed the file.
+            is_own = os.path.samestat(os.fstat(file.fileno()), partial.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_own = False
+        if not is_own:
+            raise ValueError(f"{path} is being written by another process; wait for it, or choose another file")
+        try:
+            file.truncate(0)
             yield file
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+            sync_file(file)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     sync_folder(path.parent)
+
+
+def _without_emptying(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -27,7 +27,15 @@ from torchrec.distributed.types import ShardingEnv2D, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from .lookup import ShardedCollection, TbeLookup, groups_of_ranks, has_row_shards, ranks_of_columns, table_names_of
+from .lookup import (
+    ShardedCollection,
+    TbeLookup,
+    groups_of_ranks,
+    has_row_shards,
+    process_group_of,
+    ranks_of_columns,
+    table_names_of,
+)
 
 
 def find_lookups(model: nn.Module) -> tuple[list[TbeLookup], dict[str, str]]:
@@ -278,7 +286,7 @@ def raised_on_all_ranks(model: nn.Module) -> Iterator[None]:
         yield
     except ValueError as found:
         error = found
-    group = next((each._env.process_group for each in sharded_collections(model).values()), None)
+    group = next(map(process_group_of, sharded_collections(model).values()), None)
     if group is not None and group.size() > 1:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
         refusing = torch.tensor(group.rank() + 1 if error else 0, device=device)

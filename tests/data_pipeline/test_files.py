@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cowrec.data_pipeline.files import append_line, earlier, locked, locked_folder, read_lines, replace_file, replacing
+from refusal import refused
 
 
 def test_a_file_is_replaced_or_kept(tmp_path):
@@ -24,10 +25,11 @@ def test_a_file_is_replaced_or_kept(tmp_path):
     (tmp_path / "link").symlink_to("file")
     replace_file(tmp_path / "link", b"third")
     assert (file.read_bytes(), file.is_symlink(), (tmp_path / "link").is_symlink()) == (b"third", False, True)
-    with replacing(file) as one, replacing(file) as other:
+    (tmp_path / "file.partial").write_bytes(b"of a killed process, and longer")
+    with replacing(file) as one:
         one.write(b"by one")
-        other.write(b"other")
-    assert file.read_bytes() == b"by one", "the last to end"
+        refused("is being written by another process", replace_file, file, b"other")
+    assert file.read_bytes() == b"by one"
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 

@@ -143,7 +143,7 @@ def newest_progress(run_dir: Path) -> dict[str, Any]:
 def interrupted(run_dir: Path, at: int, copy: Path) -> Path:
     """Copies a run's folder as a kill after the checkpoint of step ``at`` would leave it.
 
-    It has metrics of later steps, half a line, an unfinished checkpoint and an unfinished file.
+    It has metrics of later steps, half a line, and an unfinished checkpoint.
     """
     shutil.copytree(run_dir, copy)
     (copy / "report.json").unlink()
@@ -151,7 +151,6 @@ def interrupted(run_dir: Path, at: int, copy: Path) -> Path:
         if int(path.name.removeprefix("step_")) > at:
             shutil.rmtree(path)
     (copy / "checkpoints" / "step_000000099.partial").mkdir()
-    (copy / "config.toml.0a.partial").touch()
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tra')
     return copy

@@ -129,7 +129,7 @@ class _Directory:
     def locked(self) -> Iterator[None]:
         """Creates the directory and locks it against other publishers."""
         with locked_folder(self._folder):
-            for unfinished in self._folder.glob("*.cow*.partial"):
+            for unfinished in self._folder.glob("*.cow.partial"):
                 unfinished.unlink()
             yield
 

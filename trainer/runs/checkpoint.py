@@ -142,15 +142,11 @@ class Checkpoints:
         self._failure: str | None = None
 
     def clean(self) -> None:
-        """Removes unfinished checkpoints and files of a killed process; call it while holding the run's folder."""
+        """Removes unfinished checkpoints of a killed process; call it while holding the run's folder."""
 
         def remove() -> None:
             for partial in self.folder.glob(f"{_PREFIX}*{_PARTIAL}"):
                 shutil.rmtree(partial)
-            # Not the results of other programs, which may be at work.
-            for names in ("*.toml", "*.json", "*.jsonl", "vocabulary/*"):
-                for partial in self.folder.parent.glob(f"{names}.*{_PARTIAL}"):
-                    partial.unlink()
 
         on_first(self._process, remove)
 
