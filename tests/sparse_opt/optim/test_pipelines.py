@@ -1,6 +1,6 @@
 """TorchRec's pipelines and torch.compile train as the plain loop does, with the clip and with EmbeddingAdam."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
+from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage, SparseDataDistUtil
+from torchrec.distributed.train_pipeline.train_pipelines import StagedTrainPipeline, TrainPipelineSemiSync
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from adam_case import ADAM, RULE, SMALL
@@ -71,10 +72,10 @@ def batches() -> list[Any]:
     return [batch for (batch,) in batches_of(CASE)]
 
 
-def loop(model: Callable[[Any], Any], optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:
+def loop(model: Callable[[Any], Any], optimizer: torch.optim.Optimizer, source: Iterable[Any]) -> list[Tensor]:
     """Trains plainly; returns the outputs."""
     outputs = []
-    for batch in batches()[:steps]:
+    for batch in source:
         optimizer.zero_grad()
         loss, output = model(batch)
         loss.backward()
@@ -107,18 +108,53 @@ def run(pipeline: Any) -> list[Tensor]:
             return outputs
 
 
-@pytest.mark.parametrize("mode", [*MODES, "dense"])
-@pytest.mark.usefixtures("streams_on_cpu")
-def test_semi_synchronous_training_equals_a_loop_that_looks_up_ahead(mode: str) -> None:
-    """Rows of the next batch miss a step between their forward and their backward; replay takes it in the latter."""
-    model, optimizer = started(mode)
-    pipeline = TrainPipelineSemiSync(model, optimizer, CPU, start_batch=0)
-    outputs, (expected, other) = run(pipeline), loop_one_lookup_ahead("dense" if mode == "replay" else mode)
+def assert_trains_as(model: nn.Module, outputs: list[Tensor], expected: list[Tensor], other: nn.Module) -> None:
+    """Equal outputs and tables, which moved."""
     assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
     tables = state_of(model)
     assert_equal(tables, state_of(other))
     for t, initial in enumerate(CASE.initial()[0]):
         assert abs(tables[f"c0.t{t}"] - initial).max() > 1e-3
+
+
+@pytest.mark.parametrize("mode", [*MODES, "dense"])
+@pytest.mark.usefixtures("streams_on_cpu")
+def test_semi_synchronous_training_equals_a_loop_that_looks_up_ahead(mode: str) -> None:
+    """Rows of the next batch miss a step between their forward and their backward; replay takes it in the latter."""
+    model, optimizer = started(mode)
+    outputs = run(TrainPipelineSemiSync(model, optimizer, CPU, start_batch=0))
+    assert_trains_as(model, outputs, *loop_one_lookup_ahead("dense" if mode == "replay" else mode))
+
+
+class StreamOnCpu(torch.cpu.Stream):
+    device = CPU
+
+
+@pytest.mark.parametrize("mode", [*MODES, "dense"])
+@pytest.mark.parametrize("last", ["distribution", "prefetch", "embedding_lookup"])
+@pytest.mark.usefixtures("streams_on_cpu")
+def test_a_staged_pipeline_trains_as_the_loop_whose_lookups_it_makes(mode: str, last: str) -> None:
+    """A pipeline whose last stage looks up is one lookup ahead; distributing and prefetching change nothing."""
+    model, optimizer = started(mode)
+    stream = StreamOnCpu()
+    ahead = SparseDataDistUtil(model, stream, **({} if last == "distribution" else {f"{last}_stream": stream}))
+    stages = [
+        PipelineStage("copy", lambda batch: batch, stream),
+        PipelineStage("distribution", ahead.start_sparse_data_dist, stream, ahead.wait_sdd_fill_callback),
+    ]
+    if last == "prefetch":
+        stages.append(PipelineStage(last, ahead.prefetch, stream, ahead.load_prefetch))
+    elif last == "embedding_lookup":
+        stages.append(PipelineStage(last, ahead.start_embedding_lookup, stream))
+    pipeline = StagedTrainPipeline(stages, compute_stream=stream)
+    source = iter(batches())
+    outputs = loop(model, optimizer, iter(lambda: pipeline.progress(source), None))
+    if last == "embedding_lookup":
+        expected, other = loop_one_lookup_ahead("dense" if mode == "replay" else mode)
+    else:
+        other, optimizer = started(mode)
+        expected = loop(other, optimizer, batches())
+    assert_trains_as(model, outputs, expected, other)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("attach", marks=pytest.mark.thorough), "replay"])
@@ -128,6 +164,6 @@ def test_a_compiled_model_trains_as_without(mode: str) -> None:
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
         compiled(batches()[0])
-    outputs = loop(compiled, attach(model, mode), 2)
+    outputs = loop(compiled, attach(model, mode), batches()[:2])
     torch._dynamo.reset()
-    assert all(torch.equal(*pair) for pair in zip(outputs, loop(*started(mode), 2), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(outputs, loop(*started(mode), batches()[:2]), strict=True))
