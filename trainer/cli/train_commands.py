@@ -125,8 +125,9 @@ def plot(
 ) -> None:
     """Draws the curves of one or several runs in one figure, and prints a table of their quality.
 
-    The figure has training loss, AUC, logloss, learning rates, samples per second, and calibration: click rate over
-    mean prediction of each twentieth of the test samples, after the last epoch.
+    The figure has training loss, AUC, logloss, learning rates, samples per second, calibration (click rate over mean
+    prediction of each twentieth of the test samples, after the last epoch), and the clip: the share of the rows that it
+    shortened, and the median of its limit to the norm of the gradient.
 
     Example: `cowrec plot runs/base runs/large --output comparison.png`
     """

@@ -28,11 +28,13 @@ class RunCurves:
         name: of the run, for legends.
         steps: lines of kind "train" of its ``metrics.jsonl``.
         epochs: lines of kind "eval"; where the test split was measured at the end, with its measures.
+        clips: lines of kind "clip"; none in a run without a clip.
     """
 
     name: str
     steps: list[dict[str, Any]]
     epochs: list[dict[str, Any]]
+    clips: list[dict[str, Any]]
 
     @staticmethod
     def read(name: str, metrics: Path) -> "RunCurves":
@@ -47,16 +49,20 @@ class RunCurves:
             raise ValueError(f"{metrics} does not exist; pass the --run-dir of a cowrec train") from None
         except ValueError as error:
             raise ValueError(f"{metrics} is damaged: {error}") from None
-        of_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "test")}
+        of_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "test", "clip")}
         if not of_kind["train"]:
             raise ValueError(f"{metrics} has no training step yet; wait for the run's first metrics")
         tested = {line["epoch"]: line for line in of_kind["test"]}
         epochs = [tested.get(line["epoch"], {}) | line for line in of_kind["eval"]]
-        return RunCurves(name, of_kind["train"], epochs)
+        return RunCurves(name, of_kind["train"], epochs, of_kind["clip"])
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps, and the values of a key of the training lines; NaN where a line has none."""
         return _column(self.steps, "step"), _column(self.steps, key)
+
+    def clip_series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """The same of the clip's lines."""
+        return _column(self.clips, "step"), _column(self.clips, key)
 
     def by_epoch(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Epochs, counted from 1, that have a measure, and its values."""
@@ -98,9 +104,9 @@ def curves_table(runs: Sequence[RunCurves]) -> str:
 
 
 def plot_runs(runs: Sequence[RunCurves], path: Path) -> Path:
-    """Draws the runs in one figure, a colour each: loss, quality, learning rates and speed, and calibration."""
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
-    losses, auc, logloss, rates, speeds, calibration = axes.flat
+    """Draws the runs in one figure, a colour each: loss, quality, learning rates, speed, calibration, and the clip."""
+    figure, axes = plt.subplots(2, 4, figsize=(19, 8), layout="constrained")
+    losses, auc, logloss, shares, rates, speeds, calibration, limits = axes.flat
     unit = "epoch" if all(run.epochs for run in runs) else "step"
     for number, run in enumerate(runs):
         color = f"C{number % 10}"
@@ -117,6 +123,10 @@ def plot_runs(runs: Sequence[RunCurves], path: Path) -> Path:
         rates.plot(times, run.series("dense_lr")[1], color=color)
         rates.plot(times, run.series("embedding_lr")[1], color=color, ls="--")
         speeds.plot(*_smoothed(times[1:], run.series("samples_per_second")[1][1:], np.nanmedian), color=color)
+        for axis, measure in ((shares, "clipped_share"), (limits, "limit_to_norm")):
+            clip_steps, values = run.clip_series(measure)
+            clip_times = run.epochs_of(clip_steps) if unit == "epoch" else clip_steps
+            axis.plot(*_smoothed(clip_times, values, np.nanmedian), color=color)
         bins = next((line["calibration_bins"] for line in reversed(run.epochs) if "calibration_bins" in line), None)
         if bins:
             calibration.plot(bins["prediction"], bins["ctr"], color=color, marker="o", ms=4, lw=1)
@@ -132,6 +142,9 @@ def plot_runs(runs: Sequence[RunCurves], path: Path) -> Path:
     speeds.set_ylim(0, 1.05 * speeds.get_ylim()[1])
     calibration.set(title="click rate of twentieths of test samples, at the end", xlabel="their mean prediction")
     calibration.axline((0, 0), slope=1, color="gray", ls=":", zorder=0)
+    shares.set(title="share of the rows that the clip shortened", xlabel=unit)
+    limits.set(title="median of the clip's limit to the gradient's norm", xlabel=unit, yscale="log")
+    limits.axhline(1, color="gray", ls=":", zorder=0)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     figure.legend(loc="outside upper center", ncols=min(len(runs), 4), frameon=False)

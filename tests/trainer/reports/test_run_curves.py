@@ -2,6 +2,7 @@
 
 import json
 import re
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ def lines_of(epochs: int, steps: int = 3) -> list[dict[str, Any]]:
         for step in range(epoch * steps + 1, (epoch + 1) * steps + 1):
             rates = {"dense_lr": 0.01 * step, "embedding_lr": 0.0}
             found.append({"kind": "train", "step": step, "loss": 1 / step, "samples_per_second": 100.0 + step, **rates})
+            found.append({"kind": "clip", "step": step, "clipped_share": step / 100, "limit_to_norm": inf})
         if epoch < epochs:
             quality = {"auc": 0.8 - 0.01 * epoch, "logloss": 0.4, "calibration": None, "calibration_bins": BINS}
             found.append({"kind": "eval", "step": (epoch + 1) * steps, "epoch": epoch, **quality})
@@ -39,6 +41,8 @@ def test_steps_are_placed_between_the_ends_of_epochs(tmp_path: Path) -> None:
     steps, losses = run.series("loss")
     assert losses.tolist() == [1 / step for step in range(1, 10)]
     assert run.epochs_of(steps) == pytest.approx(steps / 3)
+    clip_steps, shares = run.clip_series("clipped_share")
+    assert (clip_steps.tolist(), shares.tolist()) == (steps.tolist(), (steps / 100).tolist())
     epochs, aucs = run.by_epoch("auc")
     assert (epochs.tolist(), aucs.tolist()) == ([1, 2], [0.8, 0.79])
     assert run.by_epoch("calibration")[0].size == run.by_epoch("validation_auc")[0].size == 0
