@@ -79,7 +79,8 @@ def attach_cowclip(
         raise ValueError(f"l2 must be >= 0 and finite, got {l2}")
     if verify < 0:
         raise ValueError(f"verify must be a number of steps, at least 0, got {verify}")
-    lookups = clipped_lookups(model, table_rules(model, rule, exclude), clip_columns, skips_unclipped=l2 == 0)
+    loss_scale, rules = LossScale(grad_scaler), table_rules(model, rule, exclude)
+    lookups = clipped_lookups(model, rules, clip_columns, skips_unclipped=l2 == 0, is_scaled=loss_scale.is_used)
     with raised_on_all_ranks(model):
         if not single_id_bags:
             _require_single_id_bags(lookups, clip_columns is not None, l2)
@@ -87,7 +88,7 @@ def attach_cowclip(
     called = called_modules(model)
     require_unattached(called)
     checks = {each: UpdateCheck(each, verify) for each in lookups}
-    settings = _Settings(single_id_bags, l2, LossScale(grad_scaler), checks)
+    settings = _Settings(single_id_bags, l2, loss_scale, checks)
     return wrap_lookups(called, lookups, partial(_look_up, settings))
 
 

@@ -30,6 +30,7 @@ class ClippedLookup:
         accumulation: its backward passes that wait for others of their step.
         limits: limits of its tables.
         statistics: clip statistics.
+        column_groups: process groups of column shards.
         latest_backward: torch's number of the latest ``backward()`` that reached it; -1 before the first.
         in_torch: work on its rows in torch, which every lookup can do.
         rows: the back end.
@@ -51,9 +52,9 @@ class ClippedLookup:
         self.accumulation = Accumulation(self.bags)
         self.limits = TableLimits(lookup, rules, clip_columns)
         self.statistics = ClipStatistics(lookup)
-        self.latest_backward = -1
+        self.latest_backward, self.column_groups = -1, groups or {}
         adds_up = rules.scope == "row" and self.limits.clipped_column_shards
-        columns = ColumnShards(lookup, self.layout, groups or {}, adds_up) if adds_up else None
+        columns = ColumnShards(lookup, self.layout, self.column_groups, adds_up) if adds_up else None
         kernels = TritonRows if weights.is_cuda else NumbaRows
         device: RowBackend = kernels(lookup, self.layout, self.limits, self.statistics)
         self.in_torch = TorchRows(lookup, self.layout, self.limits, self.statistics, columns, device)

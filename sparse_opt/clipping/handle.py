@@ -19,6 +19,7 @@ from torch.amp import GradScaler
 
 from cowrec.sparse_opt.kernels.layout import LookupBackward, LookupBags, LookupIds
 from cowrec.sparse_opt.kernels.torch_rows import parts_of_positions
+from cowrec.sparse_opt.tbe.column_shards import on_all_columns
 from cowrec.sparse_opt.tbe.discovery import grad_scalers_in_use, leave_ddp, lookup_modules, sharded_collections
 from cowrec.sparse_opt.tbe.lookup import ShardedCollection
 
@@ -332,8 +333,8 @@ class LossScale:
             on_all = finite.int()
             dist.all_reduce(on_all, dist.ReduceOp.MIN, group=clipped.lookup.process_group)
             finite = on_all.bool()
-        elif (columns := clipped.in_torch.columns) is not None:  # a row's columns move together
-            finite = columns.on_all(finite)
+        elif clipped.column_groups:  # a row's columns move together, without a limit too
+            finite = on_all_columns(finite, clipped.lookup, clipped.column_groups)
         scaled = torch.where(finite, grad, 0)
         return Unscaled(replace(backward, output_grad=scaled.float() * factor), scaled, factor, finite)
 

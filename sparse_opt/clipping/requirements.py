@@ -31,6 +31,7 @@ def clipped_lookups(
     clip_columns: int | Mapping[str, int] | None,
     *,
     skips_unclipped: bool = False,
+    is_scaled: bool = False,
 ) -> list[ClippedLookup]:
     """Puts the lookups of a model under clip rules.
 
@@ -38,6 +39,7 @@ def clipped_lookups(
         model, clip_columns: as in :func:`attach_cowclip`.
         rules: rules of the model's tables.
         skips_unclipped: whether tables without a limit are skipped if they cannot be clipped.
+        is_scaled: whether a GradScaler scales the loss, so that column shards agree on whether their row moves.
 
     Raises:
         ValueError: an unknown name, a table that cannot be clipped, or a rule that does not fit the sharding plan.
@@ -56,15 +58,24 @@ def clipped_lookups(
     with raised_on_all_ranks(model):
         lookups = _clippable_lookups(model, unclipped if skips_unclipped else set(), unclipped)
     _require_norms(model, rules, unclipped)
-    split = column_split_tables(model) if rules.scope == "row" else {}
-    _require_all_processes(model, split)
+    split = column_split_tables(model) if rules.scope == "row" or is_scaled else {}
+    _require_partners(model, split)
     groups = groups_of_columns(split)
     with raised_on_all_ranks(model):
         return [ClippedLookup(lookup, rules, columns, groups) for lookup in lookups]
 
 
-def _require_all_processes(model: nn.Module, split: Mapping[str, Sequence[Sequence[int]]]) -> None:
-    """Raises ValueError for column shards in a model of some processes: the shards' groups are made by all of them."""
+def _require_partners(model: nn.Module, split: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Raises ValueError, on all ranks alike, for column shards that would wait for each other forever.
+
+    Lookups must run in the same order on all ranks, and in all processes, which make the shards' groups.
+    """
+    if split and (pair := inconsistent_lookups(model)):
+        raise ValueError(
+            f"tables {pair[0]!r} and {pair[1]!r} are sharded column-wise and looked up separately, on some ranks"
+            " in another order than on others, so that ranks would wait for each other forever; give them the"
+            " same pooling and data type, or the same ranks"
+        )
     sizes = {process_group_of(each).size() for each in sharded_collections(model).values()}
     several = sorted(table for table, parts in split.items() if any(len(set(ranks)) > 1 for ranks in parts))
     for table in several if any(size < dist.get_world_size() for size in sizes) else ():
@@ -99,12 +110,6 @@ def _require_norms(model: nn.Module, rule: TableRules, unclipped: set[str]) -> N
         raise ValueError(
             f"clip.rule = {rule.name!r} needs the norm of the complete table {table!r}, which is sharded column-wise;"
             " shard it row- or table-wise, or name it in exclude"
-        )
-    if rule.scope == "row" and (pair := inconsistent_lookups(model)):
-        raise ValueError(
-            f"tables {pair[0]!r} and {pair[1]!r} are sharded column-wise and looked up separately, on some ranks"
-            " in another order than on others, so that ranks would wait for each other's norms forever; give them the"
-            " same pooling and data type, or the same ranks"
         )
     for table in sorted(tables_on_some_ranks(model) - unclipped) if rule.scope == "field" else ():
         raise ValueError(

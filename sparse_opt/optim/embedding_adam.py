@@ -105,7 +105,8 @@ class EmbeddingAdam(FusedOptimizer):
         self._column_ranks = column_ranks = column_split_tables(model)
         if config.absent_rows == "replay":
             require_replayable(self._rules, config, column_ranks)
-        clipped = clipped_lookups(model, self._rules, clip_columns)
+        loss_scale = LossScale(grad_scaler)
+        clipped = clipped_lookups(model, self._rules, clip_columns, is_scaled=loss_scale.is_used)
         collections, called = sharded_collections(model), called_modules(model)
         require_unattached(called)
         names = dict(table_names(model))
@@ -126,7 +127,7 @@ class EmbeddingAdam(FusedOptimizer):
         params = {key: weight for each in self.collections for key, weight in each.params.items()}
         state = {weight: own for each in self.collections for weight, own in each.of_param.items()}
         super().__init__(params, state, [{"params": list(params.values()), "lr": config.lr}])
-        adam_of, loss_scale = {adam.clipped: adam for adam in self.lookups}, LossScale(grad_scaler)
+        adam_of = {adam.clipped: adam for adam in self.lookups}
         self._handle: LookupsHandle = wrap_lookups(
             called,
             clipped,

@@ -62,6 +62,18 @@ def copy_from_first_shards(
             values.copy_(first)
 
 
+def on_all_columns(flag: Tensor, lookup: TbeLookup, groups: Groups) -> Tensor:
+    """True where it is on all ranks with columns of a lookup's rows, however many tables link them; bool [].
+
+    These ranks must call together.
+    """
+    agreed, partners = flag.int(), {tuple(sorted(set(shard.column_ranks))) for shard in lookup.shards}
+    for _ in range(1 if lookup.has_equal_partners else dist.get_world_size()):
+        for ranks in sorted(partners & groups.keys()):
+            dist.all_reduce(agreed, dist.ReduceOp.MIN, group=groups[ranks])
+    return agreed.bool()
+
+
 class ColumnShards:
     """Adds up squared norms over the column shards of one lookup's rows.
 
@@ -108,14 +120,6 @@ class ColumnShards:
         parts = added[:, : sum(sizes)].split(sizes, dim=1)
         summed = [_over_ranks(part.contiguous(), to) for part, to in zip(parts, self._groups, strict=True)]
         return torch.cat(summed, dim=1)[:, complete.slot]
-
-    def on_all(self, flag: Tensor) -> Tensor:
-        """True where it is on all ranks that hold columns of a row together, however many tables link them; bool []."""
-        agreed, groups = flag.int(), [group for group in self._groups if group is not None]
-        for _ in range(1 if self._has_equal_partners else dist.get_world_size()):
-            for group in groups:
-                dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
-        return agreed.bool()
 
     def add_up_tables(self, squares: Sequence[Tensor]) -> list[Tensor]:
         """Adds up squares as :meth:`add_up`, for all rows of each table, each float64 [2, V]."""
