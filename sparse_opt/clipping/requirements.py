@@ -16,10 +16,11 @@ from cowrec.sparse_opt.tbe.discovery import (
     raised_on_all_ranks,
     replicated_tables,
     sharded_collections,
+    table_names,
     tables_in_replica_groups,
     tables_on_some_ranks,
 )
-from cowrec.sparse_opt.tbe.lookup import TbeLookup, process_group_of
+from cowrec.sparse_opt.tbe.lookup import ShardedCollection, TbeLookup, process_group_of
 
 from .clipped_lookup import ClippedLookup
 from .table_rules import TableRules, require_known
@@ -55,8 +56,12 @@ def clipped_lookups(
             " of their own share of the batch, and average rows that have taken different steps; use"
             " DistributedModelParallel over all ranks"
         )
+    skipped = unclipped if skips_unclipped else set()
+    if is_scaled:  # whose fused update would otherwise apply the gradient of the scaled loss
+        sharded = [names.values() for module, names in table_names(model) if isinstance(module, ShardedCollection)]
+        skipped = skipped.difference(*sharded)
     with raised_on_all_ranks(model):
-        lookups = _clippable_lookups(model, unclipped if skips_unclipped else set(), unclipped)
+        lookups = _clippable_lookups(model, skipped, unclipped)
     _require_norms(model, rules, unclipped)
     split = column_split_tables(model) if rules.scope == "row" or is_scaled else {}
     _require_partners(model, split)
@@ -92,7 +97,7 @@ def _clippable_lookups(model: nn.Module, skipped: set[str], unclipped: set[str])
         if table not in skipped:
             remedy = "to leave it unclipped name it in exclude"
             if table in unclipped:
-                remedy = "exclude leaves it unclipped, but it still needs L2 or the optimizer"
+                remedy = "exclude leaves it unclipped, but it still needs L2, the loss' scale or the optimizer"
             raise ValueError(f"table {table!r} cannot be clipped: {reason}; {remedy}")
     for lookup in lookups:
         if lookup.max_gradient is not None:

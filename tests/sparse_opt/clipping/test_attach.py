@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
@@ -402,6 +403,8 @@ def test_ids_that_are_deduplicated_before_the_lookup_are_refused(attach: Any) ->
     model = sharded_model(small_problem(sequence=True))
     model.module.c0._use_index_dedup = True  # of EmbeddingCollectionSharder, whose operator exists on CUDA alone
     refused("table 't0' cannot be clipped: TorchRec deduplicates .* use_index_dedup", attach, model, CowClip())
+    message, excluded = "but it still needs L2, the loss' scale or the optimizer", ["t0", "t1", "t2"]
+    refused(message, attach, model, CowClip(), exclude=excluded, grad_scaler=GradScaler("cpu"))
 
 
 REFUSED_BY_ONE_RANK: dict[str, tuple[dict[str, Any], Any]] = {
