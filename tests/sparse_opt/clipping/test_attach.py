@@ -19,7 +19,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
-from torchrec.distributed.types import ShardingEnv2D
+from torchrec.distributed.types import ShardingEnv, ShardingEnv2D
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -432,6 +432,20 @@ def two_ranks(rank: int, folder: str) -> None:
 
 def test_what_one_rank_refuses_all_ranks_refuse(tmp_path: Path) -> None:
     in_processes(two_ranks, (str(tmp_path),), 2)
+
+
+def some_of_three(rank: int, folder: str) -> None:
+    with process_group(rank, 3, folder):
+        pair = dist.new_group([0, 1])
+        if rank < 2:  # the third would be waited for, and takes no part
+            env = ShardingEnv.from_process_group(pair)
+            model = sharded_model(small_problem(world=2, sharding="column_wise"), env=env)
+            for attach in (attach_cowclip, lambda model, rule: EmbeddingAdam(model, AdamConfig(), rule)):
+                refused(r"'t0' is sharded column-wise over 2 of 3 processes.* table-wise, or", attach, model, CowClip())
+
+
+def test_column_shards_of_some_processes_are_refused(tmp_path: Path) -> None:
+    in_processes(some_of_three, (str(tmp_path),), 3)
 
 
 TWO_LOOKUPS = small_problem(pooling="sum,mean")  # two lookups
