@@ -132,11 +132,13 @@ def test_two_files_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None
     refused(rf"code/my_network.py is imported, but {tmp_path}/my_network.py exists too", load_config, config)
 
 
-def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "samples"), [("BatchNorm1d", "the samples of one"), ("SyncBatchNorm", "all samples")])
+def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path, kind: str, samples: str) -> None:
     """Online runs show that its means are exported."""
-    write_network(tmp_path / "my_norm.py", "self.norm(x.flat)[:, 0]")
-    config = tmp_path / "run.toml"
-    config.write_text('[model]\nname = "my_norm:Net"\n[train]\nbatch_size = 64\nepochs = 1\ndevice = "cpu"\n')
+    file, config = tmp_path / f"my_{kind}.py", tmp_path / "run.toml"
+    write_network(file, "self.norm(x.flat)[:, 0]")
+    file.write_text(file.read_text().replace("BatchNorm1d", kind))
+    config.write_text(f'[model]\nname = "{file.stem}:Net"\n[train]\nbatch_size = 64\nepochs = 1\ndevice = "cpu"\n')
     given, two = with_defaults(load_config(config), 200), Process(0, 2, 2, True, torch.device("cpu"))
     plan = RunPlan.of(given, Schema.load(folder / "data"), two)
-    refused(r"has a BatchNorm1d .*norm., whose means are those of the samples of one process", unsharded_task, plan)
+    refused(rf"has a {kind} .*norm., whose means are those of {samples}", unsharded_task, plan)
