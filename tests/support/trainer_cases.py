@@ -193,19 +193,16 @@ def outcomes_in_processes(
     run_case: Callable[[dict[str, Any]], str], cases: Sequence[dict[str, Any]], processes: int
 ) -> list[list[str]]:
     """Runs cases one after the other, in processes as torchrun would start them; returns each rank's outcomes."""
-    ports = [free_port() for _ in cases]  # in the store of one group the next would find its keys
     with tempfile.TemporaryDirectory() as folder:
-        in_processes(_run_cases, (run_case, cases, folder, processes, ports), processes)
+        in_processes(_run_cases, (run_case, cases, folder, processes, free_port()), processes)
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(processes)]
 
 
 def _run_cases(
-    rank: int, run_case: Callable, cases: Sequence[dict[str, Any]], folder: str, processes: int, ports: Sequence[int]
+    rank: int, run_case: Callable, cases: Sequence[dict[str, Any]], folder: str, processes: int, port: int
 ) -> None:
-    outcomes = []
-    for case, port in zip(cases, ports, strict=True):
-        launched_as(rank, processes, port)
-        outcomes.append(run_case(case))
+    launched_as(rank, processes, port)
+    outcomes = [run_case(case) for case in cases]
     Path(folder, str(rank)).write_text(json.dumps(outcomes))
     sys.stdout.flush()
     os._exit(0)  # see process_groups.process_group

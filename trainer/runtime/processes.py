@@ -87,11 +87,8 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
     if launched:
         _end_with_launcher()
     with quiet_libraries(), _loopback() if local_world_size == world_size else nullcontext():
-        store: dist.Store | None = None if launched else dist.HashStore()
-        if launched and local_world_size == world_size:
-            store = _store_of_this_attempt(world_size, timeout)
         hook = sys.excepthook  # torch wraps it at each joining
-        _join(own_device, rank, world_size, store, timeout)
+        _join(process)
         try:
             yield process
         except BaseException:
@@ -221,32 +218,43 @@ def _keep_freed_memory() -> None:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
-def _store_of_this_attempt(world_size: int, timeout: timedelta) -> dist.Store | None:
-    """The part of torchrun's store for its present attempt; None for the library's default.
+def _store_of_next_group(process: Process) -> dist.Store:
+    """The part of the launched processes' store for the next group that they join.
 
     torchrun keeps one store over its restarts, which still has the addresses of killed processes. The count of restarts
     separates them on one machine. Several machines count differently; there torchrun must make a new store for each
     attempt, which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 requests. Groups that a process joins one after the other are
     separate too.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}/group_{next(_groups)}", store)
+    of_one_machine = process.local_world_size == process.world_size
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") if of_one_machine else None
+    return dist.PrefixStore(f"attempt_{attempt}/group_{next(_groups)}", _launched_store(process.timeout))
 
 
-def _join(device: torch.device, rank: int, world_size: int, store: dist.Store | None, timeout: timedelta) -> None:
+@cache
+def _launched_store(timeout: timedelta) -> dist.Store:
+    """torchrun's store, or rank 0's. It stays open, since others may still connect to rank 0's for the next group."""
+    store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+    return store
+
+
+def _join(process: Process) -> None:
     if dist.is_initialized():
         raise ValueError(
             "this process has a process group already, of another run or of your program; call"
             " torch.distributed.destroy_process_group() first, or use another process"
         )
-    on_cuda = device.type == "cuda"
+    on_cuda = process.device.type == "cuda"
     backend = "nccl" if on_cuda else "gloo"
-    rendezvous: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
     try:
-        dist.init_process_group(backend, device_id=device if on_cuda else None, timeout=timeout, **rendezvous)
+        dist.init_process_group(
+            backend,
+            store=_store_of_next_group(process) if process.launched else dist.HashStore(),
+            rank=process.rank,
+            world_size=process.world_size,
+            timeout=process.timeout,
+            device_id=process.device if on_cuda else None,
+        )
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(

@@ -6,19 +6,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import cowrec.trainer
 from cowrec.models import ModelConfig, require_model
 from cowrec.trainer.runtime.environment import PROCESS_SETTINGS
 from cowrec.trainer.runtime.errors import ProcessFailed
-from cowrec.trainer.runtime.processes import _store_of_this_attempt
 from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -141,17 +138,3 @@ def test_a_process_takes_calls_until_one_fails_and_what_a_generator_yields_is_th
         assert third not in (first, second)
     with pytest.raises(ProcessLookupError):
         os.kill(third, 0)
-
-
-def test_groups_of_a_process_share_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever calls train and then evaluate under torchrun joins two groups, one after the other, in one store."""
-    launcher = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", launcher.port), ("USE_AGENT_STORE", True)):
-        monkeypatch.setenv(name if "MASTER" in name else f"TORCHELASTIC_{name}", str(value))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    first, second = (_store_of_this_attempt(1, timedelta(seconds=20)) for _ in range(2))
-    assert first
-    assert second
-    first.set("address", "1")
-    assert first.check(["address"])
-    assert not second.check(["address"])
