@@ -5,6 +5,7 @@ R valid samples of a block."""
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -101,7 +102,7 @@ def check_types(source: Source, schema: pa.Schema | None, layout: Layout) -> Non
     """Raises ValueError if a column of a file has a type that cannot hold its values; text has no `schema`."""
     types = pa.schema([(name, pa.string()) for name in layout.used_columns]) if schema is None else schema
     try:
-        parse(Block(source, types.empty_table(), 1, 0, 0), layout)
+        parse(Block(source, pa.Table.from_batches([], types), 1, 0, 0), layout)
     except ValueError as error:
         raise ValueError(f"{source.path}: {error}") from error
 
@@ -190,13 +191,29 @@ def _require_utf8(values: pa.Array) -> None:
         _require_utf8(each)
 
 
-def _takeable(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Returns values of which rows can be taken, which Arrow does not do of views, without those of no row."""
-    if isinstance(values, pa.ChunkedArray):
-        return pa.chunked_array([_takeable(each) for each in values.chunks])
-    if pa.types.is_dictionary(values.type):
-        return _takeable(values.dictionary).take(values.indices)
-    return values.cast(pa.binary()) if values.type in (pa.string_view(), pa.binary_view()) else values
+def _takeable(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Returns values of which rows can be taken, which Arrow does not do of views and runs, without those of no row."""
+    if pa.types.is_run_end_encoded(values.type):
+        values = pc.run_end_decode(values)
+    for decode in (False, True):  # Arrow does not decode dictionaries of views
+        values = values.cast(_takeable_type(values.type, decode=decode))
+    return values
+
+
+def _takeable_type(kind: pa.DataType, *, decode: bool) -> pa.DataType:
+    """Returns a type with binary for views, at any depth, and, to `decode` them, the values for dictionaries."""
+    inner = partial(_takeable_type, decode=decode)
+    if pa.types.is_dictionary(kind):
+        return inner(kind.value_type) if decode else pa.dictionary(kind.index_type, inner(kind.value_type))
+    if pa.types.is_map(kind):
+        return pa.map_(inner(kind.key_type), inner(kind.item_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(each.name, inner(each.type)) for each in kind])
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.list_(inner(kind.value_type))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(inner(kind.value_type))
+    return pa.binary() if kind in (pa.string_view(), pa.binary_view()) else kind
 
 
 PARSE_BYTES = 1 << 19

@@ -4,6 +4,7 @@ import datetime
 import decimal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.feather
 import pyarrow.parquet as pq
@@ -304,6 +305,31 @@ def test_a_bad_value_has_its_file_row_and_column(tmp_path, samples, case):
     schema = run(tmp_path, "a.parquet", on_bad_row="skip")
     assert (schema.splits["train"].rows, schema.sources[0].bad_rows) == (99, 1)
     assert read_split(tmp_path / "out", "train")["time"] == [row for row in range(100) if row != 56]
+
+
+TYPES_OF_ITEMS = {
+    "bytes": lambda values: values,
+    "views": lambda values: values.cast(pa.binary_view()),
+    "dictionary": lambda values: values.dictionary_encode(),
+    "dictionary of views": lambda values: pa.DictionaryArray.from_arrays(range(100), values.cast(pa.binary_view())),
+}
+
+
+@pytest.mark.parametrize("case", TYPES_OF_ITEMS)
+def test_text_that_is_not_utf8_costs_its_own_row_at_any_depth(tmp_path, samples, case):
+    """Also beside types of which Arrow takes no rows: views and runs."""
+    texts = [b"t", b"u"] * 28 + [b"\xff"] + [b"u", b"t"] * 21 + [b"v"]
+    tags, ids = (TYPES_OF_ITEMS[case](pa.array(each, pa.binary())) for each in (texts, texts[::-1]))
+    cities = pa.array([b"c"] * 20 + [b"\xfe"] + [b"d"] * 79, pa.binary())
+    table = with_column(samples, "tags", pa.ListArray.from_arrays(range(101), tags))
+    table = with_column(table, "city", pc.run_end_encode(cities))
+    pairs = pa.StructArray.from_arrays([ids, pa.array([1.0] * 100)], ["id", "weight"])
+    table = with_column(table, "past views", pa.LargeListArray.from_arrays(range(101), pairs))
+    pyarrow.feather.write_feather(table, tmp_path / "a.arrow", compression="uncompressed")
+    schema = run(tmp_path, "a.arrow", on_bad_row="skip")
+    assert schema.sources[0].bad_rows == 3
+    columns = read_split(tmp_path / "out", "train")
+    assert columns["time"] == [row for row in range(100) if row not in (20, 43, 56)]
 
 
 def test_nan_can_mean_a_missing_value(tmp_path, samples):
