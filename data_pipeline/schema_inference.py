@@ -381,13 +381,20 @@ def _header(rows: Sequence[Sequence[str]]) -> tuple[bool, bool]:
     # Names may be empty: pandas writes none for the index, and a delimiter at the end of lines gives an empty column.
     first, others = [name for name in rows[0] if name], rows[1 : PROBED_LINES + 1]
     named = [not NUMBER_PATTERN.fullmatch(text) and text.lower() not in LOOKS_MISSING for text in first]
-    if 2 * sum(named) < max(len(first), 1) or (not others and not all(named)):
+    if not any(named) or (not others and not all(named)):
         return False, True
     if not others:
         return len(set(first)) == len(first), False
     columns = [column for name, column in zip(rows[0], zip(*others, strict=True), strict=True) if name]
     numbers = [any(column) and all(NUMBER_PATTERN.fullmatch(text) or not text for text in column) for column in columns]
-    if any(number and is_name for number, is_name in zip(numbers, named, strict=True)):
+    above = {name for name, number, is_name in zip(first, numbers, named, strict=True) if number and is_name}
+    known = any(ID_NAME.search(name) or TIME_NAME.search(name) or name.lower() in LABEL_NAMES for name in above)
+    # One unknown word above numbers may be a value, and so may few among many words, such as hexadecimal ids.
+    if known or (len(above) > 1 and 2 * len(above) >= sum(named)):
+        return True, all(named)
+    if 2 * sum(named) < len(first):
+        return False, True
+    if above:
         # A name may be a number, such as a year, but none of its own column's values.
         numeric = [each for each in zip(first, columns, named, strict=True) if not each[2]]
         return not any(name in column for name, column, _ in numeric), all(named)

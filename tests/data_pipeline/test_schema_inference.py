@@ -135,6 +135,26 @@ def test_files_without_header_label_or_delimiter(tmp_path):
     refused("no delimiter found", infer_schema, raw)
 
 
+@pytest.mark.parametrize(
+    ("first", "header"),
+    [
+        ("user_id,item_id,0,1,2", True),
+        ("y,0,1,2,3", True),
+        ("age,income,0,1,2", True),
+        ("guest,1,0,1,2", False),
+        ("guest,guest,0,1,2", False),
+        ("1,7,0,1,2", False),
+    ],
+)
+def test_names_above_numbers_are_a_header_whatever_the_other_names(tmp_path: Path, first: str, header: bool) -> None:
+    """Names that are numbers, as pandas gives them, may be values of their columns too."""
+    lines = [first, *(f"{n % 2},{n},{n % 3},{n % 5},{n / 4}" for n in range(30))]
+    (tmp_path / "raw.csv").write_text("\n".join(lines))
+    text, layout, _ = inferred(tmp_path / "raw.csv", "" if header else "column4")
+    assert layout.header == header
+    assert not header or "the first line looks like a header, but check `header`" in text
+
+
 @pytest.mark.parametrize("rows", [0, 1, 7])
 def test_an_arrow_file_of_small_batches_gives_its_first_rows(tmp_path: Path, rows: int) -> None:
     table = pa.table({"click": [n % 2 for n in range(40)], "price": [n / 3 for n in range(40)]})
