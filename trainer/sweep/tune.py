@@ -243,6 +243,10 @@ def _run(runs: Runs, trial: Trial, config: RunConfig, metric: str) -> tuple[dict
     """Trains a trial. Returns the values of its line, and its quality if it is complete."""
     started, key, name, value = time.perf_counter(), f"validation_{metric}", f"trial-{trial.number}", None
     try:
+        Scaled.of(config)
+    except ValueError as error:  # too high a rate for the weight decay, which is not searched
+        return {"state": "failed", "error": str(error), "seconds": 0.0}, None
+    try:
         report = runs.train(config, name, partial(_prunes, trial, key))
     except ProcessFailed as error:
         if not str(error).startswith(f"{NonFiniteLoss.__name__}: "):

@@ -133,6 +133,19 @@ def test_a_trial_whose_loss_is_not_finite_fails_and_the_study_goes_on(
     assert outcome.best["validation_auc"] == max(line.get("validation_auc", 0) for line in outcome.lines)
 
 
+def test_a_rate_too_high_for_the_weight_decay_is_a_failed_trial(folder: Path, tmp_path: Path) -> None:
+    """No such run is started; Optuna learns from it as from a diverged one."""
+    search = Search(51, "auc", {"dense_lr": (5e-3, 1e6), "embedding_lr": None, "l2": None}, patience=0)
+    overrides = ("train.epochs=1", "optimizer.dense_weight_decay=0.5")
+    outcome = run(folder, tmp_path / "out", *overrides, search=search, trials=4)
+    for line in outcome.lines:
+        assert (line["state"] == "failed") == (line["dense_lr"] > 2), "a step of more than the whole weight"
+        assert line["state"] == "complete" or "of each weight in a step" in line["error"]
+        assert (tmp_path / "out" / "runs" / f"trial-{line['trial']}").exists() == (line["state"] == "complete")
+    assert {line["state"] for line in outcome.lines} == {"complete", "failed"}
+    assert outcome.best is not None
+
+
 def test_values_at_the_edge_and_the_last_epoch_are_named() -> None:
     best, ranges = {"dense_lr": 0.9e-3, "l2": 1e-5, "best_epoch": 3}, {"dense_lr": (1e-5, 1e-3), "l2": (1e-6, 1e-4)}
     (message,) = hints(best, ranges, 4)
