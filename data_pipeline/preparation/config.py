@@ -1,7 +1,8 @@
 """Settings of `prepare`: the `[prepare]` section of a run's configuration."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from cowrec.data_pipeline.dataset.schema import SHARD_ROWS, DenseTransform
 
@@ -126,6 +127,14 @@ class PrepareConfig:
         if (self.hash_buckets or self.raw_ids) and (min_count or max_ids):
             limit, way = "min_count" if min_count else "max_ids", "raw_ids" if self.raw_ids else "hash_buckets"
             raise ValueError(f"{where}{limit} has no effect with {way}, which keeps no vocabulary; give one of them")
+
+
+def prepared_with(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of `[prepare]` in the settings of a data set, with those that None means."""
+    layout = (settings.get("layout") or {}).get("name", "tabular")
+    meant = dict[str, Any](on_bad_row="error", validation_fraction=0.0, validation_rows=0)
+    meant["test_fraction"] = DEFAULT_TEST_FRACTION.get(layout)
+    return {key: meant.get(key) if value is None else value for key, value in settings.get("prepare", {}).items()}
 
 
 def seconds_of(key: str, text: str | int) -> int:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from cowrec.data_pipeline import PrepareConfig
 from cowrec.data_pipeline.counts import parse_count
 from cowrec.data_pipeline.files import replace_file
-from cowrec.data_pipeline.preparation.config import DEFAULT_TEST_FRACTION
+from cowrec.data_pipeline.preparation.config import prepared_with
 from cowrec.models import ModelConfig, loss_of, require_model
 from cowrec.models.own_code import is_import_path, require_beside, search_also
 from cowrec.sparse_opt import NoClip
@@ -263,14 +263,9 @@ def few_steps_warning(config: RunConfig, samples: int, steps: int) -> str:
     )
 
 
-def prepared_otherwise_warning(config: RunConfig, name: str, prepared: Mapping[str, Any]) -> str:
-    """A warning, with the remedy, of `[prepare]` settings that the data set was not prepared with; "" for none.
-
-    Args:
-        name, prepared: of the data set: its layout, and its own settings.
-    """
-    meant = {"test_fraction": DEFAULT_TEST_FRACTION.get(name), "on_bad_row": "error"}  # by a setting that is None
-    there = {key: meant.get(key) if value is None else value for key, value in prepared.items()}
+def prepared_otherwise_warning(config: RunConfig, settings: Mapping[str, Any]) -> str:
+    """A warning, with the remedy, of `[prepare]` settings that a data set was not prepared with; "" for none."""
+    there = prepared_with(settings)
     default = dataclasses.asdict(PrepareConfig())
     other = [
         f"prepare.{key} = {value!r} (the data set has {there[key]!r})"

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, vocabulary_file
 from cowrec.data_pipeline.files import locked_folder, replace_file, replacing
+from cowrec.data_pipeline.preparation.config import prepared_with
 from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain
 from cowrec.trainer.runtime.processes import Process, on_first
 
@@ -120,7 +121,7 @@ def difference_of_samples(one: Schema, other: Schema) -> str:
 def _difference_of_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """In which sections the settings of two data sets differ, other than in what changes no sample; "" if in none."""
     idle = ("shard_rows", "on_bad_row", "max_bad_rows", "keep")
-    first, second = (_without(settings, idle) for settings in (one, other))
+    first, second = (_without({**each, "prepare": prepared_with(each)}, idle) for each in (one, other))
     different = [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
     return f"it was prepared with other settings ({', '.join(sorted(different))})" if different else ""
 

@@ -376,8 +376,7 @@ class Trainer:
             require_run_dir(folder, self.config, self.process, resume, held=True)
             on_first(self.process, lambda: create_run_dir(folder, self.config, self.plan.describe()))
             on_first(self.process, lambda: save_sharding(folder, self.sharding))
-            schema = self.plan.schema
-            if warning := prepared_otherwise_warning(self.config, schema.name, schema.settings.get("prepare", {})):
+            if warning := prepared_otherwise_warning(self.config, self.plan.schema.settings):
                 self.warn(warning)
             self.checkpoints.clean()
             try:
