@@ -136,6 +136,7 @@ class _EpochRun:
                 self.train_epoch(log, stop)
                 self.evaluate(log)
                 self.save()
+            self.trainer.require_trained()
             self.trainer.checkpoints.finish()
             quality = self.final_quality(log)
             log.write("report", self.trainer.steps, **quality)
@@ -359,6 +360,7 @@ class Trainer:
         self.state = TrainState(plan, on_nonfinite, reads_ahead=reads_ahead)
         self.sharding = describe_sharding(self.state.model)
         self.set_aside = self._set_aside_in_a_row = 0
+        self._set_aside_for = ""
         self._heartbeat, self._losses = Heartbeat(process), LossWatch(process)
         self.checkpoints = Checkpoints(place, config.checkpoint, process, self.warn, self._heartbeat.lost)
 
@@ -417,8 +419,14 @@ class Trainer:
     def _count_set_aside(self, reason: str) -> None:
         self.set_aside += 1
         self._set_aside_in_a_row += 1
+        self._set_aside_for = f" ({reason})"
         if self._set_aside_in_a_row == MOST_SET_ASIDE:
             raise self.non_finite(f"in {MOST_SET_ASIDE} batches in a row after step {self.steps} ({reason})")
+
+    def require_trained(self) -> None:
+        """Raises NonFiniteLoss if every batch of the run was set aside."""
+        if not self.steps:
+            raise self.non_finite(f"in any of the {self.set_aside} batches{self._set_aside_for}")
 
     def require_finite(self) -> None:
         """Raises NonFiniteLoss, on all ranks, if a loss since the last reading was not finite; keeps the mean."""

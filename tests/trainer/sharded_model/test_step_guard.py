@@ -61,16 +61,26 @@ def test_all_processes_skip_a_batch_together(folder: Path, tmp_path: Path, monke
         run(folder, tmp_path / "stops", *given[1:], data=folder / "poisoned")
 
 
+def test_a_run_that_trains_on_no_batch_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few they are; also when it is resumed after its end."""
+    monkeypatch.syspath_prepend(folder)
+    given = [SKIPS, f"model.name=overflowing_in_{folder.name}:Net", "train.batch_size=1000"]
+    for resume, why in ((False, r" \(the loss is .*\)"), (True, "")):
+        with pytest.raises(NonFiniteLoss, match=rf"the loss was not finite in any of the 2 batches{why};"):
+            run(folder, tmp_path / "run", *given, data=folder / "poisoned", resume=resume)
+        assert not (tmp_path / "run" / "report.json").exists()
+
+
 def test_a_checkpoint_of_moments_that_are_not_finite_is_refused(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Gradients whose squares overflow, while the loss stays finite: without the guard the moments do."""
-    write_network(tmp_path / "my_steep.py", "self.out(x.flat * 1e17).squeeze(1)")
+    """A sample of gradients whose squares overflow, while the loss stays finite: without the guard the moments do."""
+    write_network(tmp_path / "my_steep.py", "self.out(x.flat * dense.amax(1, keepdim=True).clamp(1, 1e20)).squeeze(1)")
     monkeypatch.syspath_prepend(tmp_path)
     given = ["model.name=my_steep:Net", "clip.rule=none", "train.epochs=1"]
     with pytest.raises(NonFiniteLoss, match=r"exp_avg_sq has numbers that are not finite, and no checkpoint is"):
         run(folder, tmp_path / "run", *given, data=folder / "poisoned")
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
     report = run(folder, tmp_path / "guarded", *given, SKIPS, data=folder / "poisoned")
-    assert report["batches_set_aside"] > 0
+    assert report["batches_set_aside"] == 1
     assert all("the gradient of " in each["reason"] for each in metrics(tmp_path / "guarded", "set_aside"))
     assert (tmp_path / "guarded" / "checkpoints" / f"step_{report['steps']:09d}").is_dir()
 
