@@ -10,7 +10,7 @@ import torch
 
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.tables import gathered_table
-from cowrec.trainer.training.saved_run import trained_state
+from cowrec.trainer.training.saved_run import run_of, trained_state
 from trainer_cases import checkpoint, tensors
 
 
@@ -46,7 +46,7 @@ def up_to_date(run_dir: Path) -> dict[str, torch.Tensor]:
     """:func:`state_of` once all replayed rows, which checkpoints hold as they are, have taken the steps they missed."""
     found = state_of(run_dir)
     with process_group("cpu") as process:
-        state, _ = trained_state(run_dir, process)
+        state, _ = trained_state(run_dir, run_of(run_dir), process)
         if not state.adam or not any(each.replays for each in state.adam.lookups):
             return found
         state.adam.flush()

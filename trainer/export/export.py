@@ -84,7 +84,7 @@ def export_run(
     run_dir = local_copy(run_dir, "run")
     config, schema = run_of(run_dir)
     with process_group(config.train.device) as process:
-        state, progress = trained_state(run_dir, process, checkpoint)
+        state, progress = trained_state(run_dir, (config, schema), process, checkpoint)
         weights = tables_of(state.model)
 
         def table(spec: TableSpec) -> TrainedTable:

@@ -74,11 +74,11 @@ def load_code(run_dir: Path) -> list[OwnCode]:
 
 
 def warn_if_changed(record: Iterable[OwnCode], where: Path) -> None:
-    """Warns of each file of recorded code, which has been imported now, that differs from the one in the record."""
-    for each in record if launched_rank() == 0 else ():
-        for name, recorded in each.files.items():
-            file, copy = _folder(each.name) / name, where / COPIES / name
-            if not file.is_file() or checksum(file) != recorded:
-                kept = f"; its copy is {copy}" if copy.is_file() else ""
-                trained = f'{where} was trained with it ({each.key} = "{each.name}")'
-                print(f"warning: {file} is not as {trained}{kept}", file=sys.stderr)
+    """Warns once of each file of recorded code, which has been imported now, that differs from that in the record."""
+    files = {_folder(each.name) / name: (each, name) for each in record for name in each.files}
+    for file, (each, name) in files.items() if launched_rank() == 0 else ():
+        if not file.is_file() or checksum(file) != each.files[name]:
+            copy = where / COPIES / name
+            kept = f"; its copy is {copy}" if copy.is_file() else ""
+            trained = f'{where} was trained with it ({each.key} = "{each.name}")'
+            print(f"warning: {file} is not as {trained}{kept}", file=sys.stderr)

@@ -133,12 +133,16 @@ def require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema, *
         restored: a vocabulary that is missing or damaged in the run's folder is no error: it is copied there again.
     """
     different = None
+    hashed = any(field.encoding in ("hash", "raw") for field in run.sparse)
+    fields = ({"fields": (each.settings.get("layout") or {}).get("fields")} for each in (run, data))
     if (run.dense, run.sparse) != (data.dense, data.sparse):
         different = "its fields, their sizes or scales differ"
     elif run.labels != data.labels:
         different = f"its labels are {', '.join(data.labels)} instead of {', '.join(run.labels)}"
     elif _planted(run) != _planted(data):
         different = "it is synthetic, of another seed or shape"
+    elif hashed and (other := _difference_of_settings(*fields)):
+        different = other
     else:
         for field in run.sparse:
             files = [vocabulary_file(folder, field.vocabulary) for folder in (run_dir, data_dir)]

@@ -141,17 +141,21 @@ class _Beside:
         return list(taken.columns)
 
 
-def trained_state(run_dir: Path, process: Process, checkpoint: str = "") -> tuple[TrainState, Progress]:
+def trained_state(
+    run_dir: Path, run: tuple[RunConfig, Schema], process: Process, checkpoint: str = ""
+) -> tuple[TrainState, Progress]:
     """Loads a run's model, sharded over the process group, with the weights of an intact checkpoint.
+
+    Args:
+        run: from :func:`run_of`.
 
     Returns:
         The state, for evaluation and export, and the progress of the checkpoint.
 
     Raises:
-        ValueError: the folder is not a run, or has no usable checkpoint.
+        ValueError: the folder has no usable checkpoint.
     """
-    config, schema = run_of(run_dir)
-    state = TrainState(RunPlan.of(config, schema, process))
+    state = TrainState(RunPlan.of(*run, process))
     return state, state.load_weights(run_dir / CHECKPOINTS, logger.warning, checkpoint)
 
 
@@ -186,7 +190,7 @@ def _saved_run(
             device=process.device,
             true_logits=True,
         )
-        state, progress = trained_state(run_dir, process, checkpoint)
+        state, progress = trained_state(run_dir, (config, schema), process, checkpoint)
         yield state, reader, progress
 
 
@@ -204,9 +208,9 @@ def warm_start(state: TrainState) -> None:
     """
     config, schema, process = state.plan.config, state.plan.schema, state.plan.process
     source = Path(config.train.warm_start)
-    _, earlier = run_of(source)
+    earlier_config, earlier = run_of(source)
     _require_same_fields(source, earlier, schema)
-    old, _ = trained_state(source, process)
+    old, _ = trained_state(source, (earlier_config, earlier), process)
     specs, earlier_specs = state.plan.tables, old.plan.tables
     _require_same_tables(source, earlier_specs, specs)
     if state.id_tables and earlier.timed != schema.timed:

@@ -184,6 +184,23 @@ def test_data_with_other_ids_are_refused(folder: Path, tmp_path: Path) -> None:
     refused("it is synthetic, of another seed or shape", evaluate, tmp_path / "run", tmp_path / "two")
 
 
+@pytest.mark.parametrize("ids", [{"hash_buckets": 10}, {"raw_ids": True}], ids=["hash", "raw"])
+def test_hashed_ids_of_other_text_are_refused(folder: Path, tmp_path: Path, ids: dict[str, Any]) -> None:
+    """Hashes have no vocabulary in which they would differ."""
+    settings = PrepareConfig(split="order", test_rows=TEST_ROWS, **ids)
+    for name, more in (("one", ""), ("two", 'null = ["city1"]\n')):
+        file = tmp_path / f"{name}.toml"
+        file.write_text(more + (folder / "columns.toml").read_text())
+        prepare("tabular", [folder / "raw.csv"], tmp_path / name, settings, schema_file=file)
+    tables = ["id_table.kind=collisionless", "id_table.capacity=100"] if "raw_ids" in ids else []
+    run(folder, tmp_path / "run", "train.epochs=1", *tables, data=tmp_path / "one")
+    assert evaluate(tmp_path / "run", tmp_path / "one")["rows"] == TEST_ROWS
+    message = (
+        r"two was not prepared like the data of .*: it was prepared with other settings \(fields\); prepare it with"
+    )
+    refused(message, evaluate, tmp_path / "run", tmp_path / "two")
+
+
 def test_seeds_residency_and_plans(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The same seed gives bit-identical results, streamed or resident, under any plan; another seed gives others.
 
