@@ -63,17 +63,20 @@ def test_raw_ids_lists_times_and_bad_rows_on_a_cluster(cluster, tmp_path):
     assert here == there
 
 
-def test_errors_progress_and_relative_paths_are_those_of_a_local_run(cluster, tmp_path, monkeypatch):
+def test_errors_progress_and_relative_paths_are_those_of_a_local_run(cluster, tmp_path, monkeypatch, cowrec):
     write_criteo(tmp_path / "raw", 300)
     monkeypatch.chdir(tmp_path)
     done, options = [], {"scheduler": cluster.scheduler_address}
     prepare("criteo", ["raw"], "out", progress=done.append, **options)
     assert sum(done) == work_bytes(["raw"])
+    command = ["prepare", "criteo", "--input", "raw", "--output", "by command"]
+    assert cowrec(*command, "--scheduler", cluster.scheduler_address)[0] == 0
+    assert content(tmp_path / "by command") == content(tmp_path / "out")
     with (tmp_path / "raw").open("a") as file:
         file.write("7\n")
     with pytest.raises(ValueError, match="raw, line 301: 1 columns, must be 40"):
         prepare("criteo", ["raw"], "new", PrepareConfig(shard_rows=100), **options)
-    assert sorted(os.listdir(tmp_path)) == ["out", "raw"]
+    assert sorted(os.listdir(tmp_path)) == ["by command", "out", "raw"]
 
 
 @pytest.mark.parametrize("share", [0.3, 0.9])

@@ -1,11 +1,9 @@
-"""Kafka brokers on loopback for tests: a real one with its data on disk, and librdkafka's mock cluster of several.
+"""A Kafka broker on loopback for tests, with its data on disk.
 
-The real one is that of noida-db, a small server with Kafka's protocol, the deletion of records, new partitions and
-transactions included; it saves its data within a second and at SIGTERM. It has a single node: leaders move in the mock
-cluster alone.
+It is that of noida-db, a small server with Kafka's protocol, the deletion of records, new partitions and transactions
+included; it saves its data within a second and at SIGTERM.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -89,53 +87,6 @@ def kafka_broker(folder: Path) -> Iterator[KafkaBroker]:
         yield broker
     finally:
         broker.close()
-
-
-class MockCluster:
-    """librdkafka's mock cluster of three brokers, in this process: leaders move, and brokers go down and come back.
-
-    The functions for that are in librdkafka's C interface alone.
-    """
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL(_librdkafka())
-        for name in ("rd_kafka_conf_new", "rd_kafka_new", "rd_kafka_mock_cluster_new"):
-            getattr(self._library, name).restype = ctypes.c_void_p
-        self._library.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p
-        conf = ctypes.c_void_p(self._library.rd_kafka_conf_new())
-        self._client = ctypes.c_void_p(self._library.rd_kafka_new(0, conf, None, 0))
-        self._cluster = ctypes.c_void_p(self._library.rd_kafka_mock_cluster_new(self._client, 3))
-        self.address = self._library.rd_kafka_mock_cluster_bootstraps(self._cluster).decode()
-
-    def create(self, topic: str, partitions: int) -> None:
-        assert self._library.rd_kafka_mock_topic_create(self._cluster, topic.encode(), partitions, 3) == 0
-
-    def move_leader(self, topic: str, partition: int, broker: int) -> None:
-        assert self._library.rd_kafka_mock_partition_set_leader(self._cluster, topic.encode(), partition, broker) == 0
-
-    def set_down(self, broker: int) -> None:
-        assert self._library.rd_kafka_mock_broker_set_down(self._cluster, broker) == 0
-
-    def set_up(self, broker: int) -> None:
-        assert self._library.rd_kafka_mock_broker_set_up(self._cluster, broker) == 0
-
-    def close(self) -> None:
-        self._library.rd_kafka_mock_cluster_destroy(self._cluster)
-
-
-@contextmanager
-def mock_cluster() -> Iterator[MockCluster]:
-    cluster = MockCluster()
-    try:
-        yield cluster
-    finally:
-        cluster.close()
-
-
-def _librdkafka() -> str:
-    """The library that confluent-kafka has loaded into this process."""
-    mapped = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
-    return next(path for path in mapped if "librdkafka" in Path(path).name)
 
 
 def wait_for(happened: Callable[[], object]) -> None:
