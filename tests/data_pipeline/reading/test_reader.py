@@ -77,17 +77,18 @@ def test_shards_are_shuffled_and_mixed_within_a_window(numbered):
     keyed=st.booleans(),
     drop_last=st.booleans(),
     resident=st.booleans(),
+    lists=st.booleans(),
     data=st.data(),
 )
 def test_an_epoch_is_one_permutation_of_its_rows_for_any_ranks_and_from_any_step(
-    tmp_path_factory, sizes, world_size, epoch, data, resident, **options
+    tmp_path_factory, sizes, world_size, epoch, data, resident, lists, **options
 ):
     """Shards are numbered samples of uneven sizes, so that the ids of a range of rows are the range.
 
     Ranks have contiguous slices of the global batches that differ by at most one sample.
     """
     total = sum(sizes)
-    folder = write_numbered(tmp_path_factory.mktemp("uneven") / "data", total, 1, sizes=sizes, lists=True)
+    folder = write_numbered(tmp_path_factory.mktemp("uneven") / "data", total, 1, sizes=sizes, lists=lists)
     rows = range(*sorted(data.draw(st.tuples(st.integers(0, total), st.integers(0, total)))))
     first = data.draw(st.lists(st.integers(1, max(1, len(rows) // 4)), max_size=min(4, len(rows))))
     options |= {"first_batches": first, "rows": rows}
@@ -116,14 +117,17 @@ def test_an_epoch_is_one_permutation_of_its_rows_for_any_ranks_and_from_any_step
         for batch, own in zip(batches, found, strict=True):
             assert torch.equal(batch.dense, torch.tensor(own, dtype=torch.float32).reshape(-1, 1))
             assert batch.label.tolist() == [row % 2 for row in own]
-            bags = flat([row] * (row % 3) for row in own)
-            for name in ("list", "pair"):
-                assert batch.sparse[name].lengths().tolist() == [row % 3 for row in own]
-                assert batch.sparse[name].values().tolist() == bags
-            assert batch.sparse["pair"].weights().tolist() == bags
+            sparse, bags = batch.sparse, flat([row] * (row % 3) for row in own)
+            lengths = [1] * len(own) + [row % 3 for row in own] * 2 * lists
+            assert sparse.values().tolist() == own + bags * 2 * lists
+            assert sparse.lengths().tolist() == lengths
+            assert sparse.offsets().tolist() == torch.tensor([0, *lengths]).cumsum(0).tolist()
+            assert sparse.values().dtype == sparse.lengths().dtype == torch.int32
+            assert sparse.length_per_key_or_none() == [len(own), *[len(bags)] * 2 * lists]
+            assert sparse.stride() == len(own)
             # If another field is weighted, mean pooling is in the weights.
-            assert batch.sparse["list"].weights().tolist() == [1 / (row % 3) for row in bags]
-            assert batch.sparse["id"].weights().tolist() == [1.0] * len(own)
+            weights = [1.0] * len(own) + [1 / (row % 3) for row in bags] + bags
+            assert (sparse.weights().tolist() if lists else sparse.weights_or_none()) == (weights if lists else None)
 
 
 def test_a_resumed_epoch_reads_only_the_shards_it_needs(numbered, monkeypatch):
@@ -358,12 +362,6 @@ def test_the_keyed_order_sorts_the_outputs_of_splitmix64(samples, seed, epoch, n
 def test_splitmix64_is_the_published_generator():
     """The first outputs for state 0 after a step, as in the Java and C programs of its authors."""
     assert splitmix64(0x9E3779B97F4A7C15, 2) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
-
-
-@pytest.mark.parametrize("order", [lambda each: each.order(), lambda each: each.keyed_order(CPU).numpy()])
-def test_a_window_that_is_not_shuffled_keeps_its_order(order):
-    assert order(window(50)).tolist() == list(range(50))
-    assert len(order(window(0, 1, 2, 3))) == 0
 
 
 @pytest.mark.gpu
