@@ -392,12 +392,3 @@ def test_a_present_in_the_future_goes_back(codec, tmp_path, wrong):
     assert (loaded.newest, loaded.latest.tolist()) == (before.position.newest, before.position.latest.tolist())
     later, _ = returned(codec, ahead + right, position=loaded)
     assert {number for number, _ in later} == set(range(wrong, wrong + 1000)) - lost
-
-
-def test_a_gap_in_time_loses_nothing(codec):
-    times = [START + 2 * n + (3 * 24 * HOUR if n >= 600 else 0) for n in range(1200)]
-    found, stream = returned(codec, times)
-    assert [number for number, _ in found] == list(range(1200))
-    assert stream.counters["late"] == 0
-    assert 0 < stream.counters["early"] <= WINDOW // 2
-    assert found[-1][1] == times[-1]

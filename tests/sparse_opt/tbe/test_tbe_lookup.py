@@ -11,7 +11,6 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from cowrec.sparse_opt.tbe.discovery import (
-    all_table_names,
     find_lookups,
     grad_scalers_in_use,
     leave_ddp,
@@ -22,22 +21,6 @@ from random_problems.drawing import small_problem
 from random_problems.training import sharded_model
 
 pytest_plugins = ["one_group"]
-TABLES = small_problem().collections[0].tables
-
-
-@pytest.mark.usefixtures("group")
-def test_geometry() -> None:
-    model = sharded_model(small_problem())
-    lookups, refusals = find_lookups(model)
-    assert not refusals
-    assert all_table_names(model) == {"t0", "t1", "t2"}
-    (lookup,) = lookups
-    assert [(shard.name, shard.rows, shard.embedding_dim) for shard in lookup.shards] == [
-        (f"t{t}", each.rows, each.dim) for t, each in enumerate(TABLES)
-    ]
-    assert lookup.feature_table == [0, 1, 2, 2]
-    assert lookup.is_plain_sgd
-    assert not lookup.is_mean_pooled
 
 
 @pytest.mark.usefixtures("group")
