@@ -190,23 +190,6 @@ def test_the_columns_of_folders(tmp_path: Path, header: bool) -> None:
     assert prepared(tmp_path / "raw").splits["train"].rows == 90
 
 
-def test_parquet_columns_are_recognised(tmp_path):
-    table = pa.table(
-        {
-            "click": [True, False] * 20,
-            "price": pa.array([n / 3 if n % 5 else None for n in range(40)]),
-            "tags": [[f"t{n % 3}", "u"] for n in range(40)],
-            "shop": pa.array([f"s{n % 4}" for n in range(40)]).dictionary_encode(),
-        }
-    )
-    pq.write_table(table, tmp_path / "raw.parquet")
-    text, layout, found = inferred(tmp_path / "raw.parquet")
-    assert text.count('kind = "sequence"') == 1
-    assert layout.labels[0].column == "click"
-    assert found == {"price": "numeric", "tags": "multi", "shop": "categorical"}
-    assert prepared(tmp_path / "raw.parquet").splits["train"].positives == (20,)
-
-
 @pytest.mark.parametrize(
     ("classes", "positive"),
     [
@@ -336,9 +319,11 @@ def test_files_that_are_no_table_are_named_as_such(tmp_path: Path) -> None:
     refused(r"raw\.csv: truncated or damaged", infer_schema, path)
 
 
-def test_types_that_are_not_read_and_infinity_of_parquet(tmp_path: Path) -> None:
+def test_columns_of_parquet_are_recognised_or_left_out(tmp_path: Path) -> None:
     columns = {
-        "click": [0, 1] * 20,
+        "click": [True, False] * 20,
+        "shop": pa.array([f"s{n % 4}" for n in range(40)]).dictionary_encode(),
+        "tags": [[f"t{n % 3}", "u"] for n in range(40)],
         "score": [1.5, float("inf"), float("nan"), -2.0] * 10,
         "bytes": [b"\xff"] * 40,
         "time of day": pa.array([1] * 40, pa.time32("s")),
@@ -348,7 +333,8 @@ def test_types_that_are_not_read_and_infinity_of_parquet(tmp_path: Path) -> None
     }
     pq.write_table(pa.table(columns), tmp_path / "raw.parquet")
     text, _, found = inferred(tmp_path / "raw.parquet")
-    assert found == {"score": "numeric", "weights": "weighted"}
+    assert found == {"shop": "categorical", "tags": "multi", "score": "numeric", "weights": "weighted"}
     assert text.count("# left out: ") == 4
-    prepared(tmp_path / "raw.parquet")
+    assert text.count('kind = "sequence"') == 1
+    assert prepared(tmp_path / "raw.parquet").splits["train"].positives == (20,)
     assert read_split(tmp_path / "data", "train")["score"].count(0.0) == 20
