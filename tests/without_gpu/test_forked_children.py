@@ -60,6 +60,7 @@ def test_no_other_code_forks() -> None:
     assert found == [ROOT / "trainer/runtime/subprocess_call.py"]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run where there is a GPU")
 def test_tests_marked_gpu_reach_cuda() -> None:
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
