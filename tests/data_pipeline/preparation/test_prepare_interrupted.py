@@ -3,29 +3,18 @@
 import logging
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare, work_bytes
+from process_groups import start_in_processes
 from raw_cases import content, write_criteo
 from refusal import refused
+from run_comparison import wait_for
 
 CONFIG = PrepareConfig(shard_rows=100)
-PREPARE = """
-    import os, signal, sys
-    from cowrec.data_pipeline import PrepareConfig, prepare
-    done = 0
-    def progress(count):
-        global done
-        done += count
-        if done >= {at}:
-            {then}
-    prepare("criteo", [{raw!r}], {out!r}, PrepareConfig(shard_rows=100), progress=progress)
-"""
 
 
 @pytest.fixture
@@ -36,19 +25,27 @@ def raw(tmp_path):
     return folder / "train.txt"
 
 
-def preparing(raw: Path, out: Path, share: float, then: str) -> subprocess.Popen:
-    """Starts a process that prepares, and executes `then` after a share of the work."""
-    script = PREPARE.format(at=share * work_bytes([raw]), then=then, raw=str(raw), out=str(out))
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def preparing(_: int, raw: Path, out: Path, share: float, number: int) -> None:
+    """Prepares, and sends itself a signal once, after a share of the work."""
+    remaining = share * work_bytes([raw])
+
+    def progress(count: int) -> None:
+        nonlocal remaining
+        remaining -= count
+        if remaining <= 0:
+            remaining = float("inf")
+            os.kill(os.getpid(), number)
+
+    prepare("criteo", [raw], out, CONFIG, progress=progress)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_a_killed_prepare_starts_again_with_a_warning(raw, tmp_path, caplog, share):
     """Covers a kill by signal 9 in the first pass, and one after all is written but before the rename."""
     out = tmp_path / "out"
-    killed = preparing(raw, out, share, "os.kill(os.getpid(), signal.SIGKILL)")
-    assert killed.wait(600) == -signal.SIGKILL
+    (killed,) = start_in_processes(preparing, [(raw, out, share, signal.SIGKILL)])
+    killed.join(600)
+    assert killed.exitcode == -signal.SIGKILL
     (left,) = tmp_path.glob("out*")
     assert left.name == f"out.partial-{killed.pid}"
     refused("not a prepared data set", Reader, left, "train", batch_size=8)
@@ -65,12 +62,13 @@ def test_a_killed_prepare_starts_again_with_a_warning(raw, tmp_path, caplog, sha
 def test_a_running_prepare_is_not_disturbed(raw, tmp_path):
     """The other process pauses in the middle of its work until the test lets it continue."""
     out = tmp_path / "out"
-    other = preparing(raw, out, 0.5, "sys.stdout.write('*'); sys.stdout.flush(); done = -1e9; sys.stdin.read(1)")
-    assert other.stdout.read(1) == "*"
+    (other,) = start_in_processes(preparing, [(raw, out, 0.5, signal.SIGSTOP)])
+    wait_for(lambda: psutil.Process(other.pid).status() == psutil.STATUS_STOPPED)
     with pytest.raises(ValueError, match=rf"out is being written by process {other.pid}, in .*wait until it is done"):
         prepare("criteo", [raw], out, CONFIG)
-    other.communicate("*", timeout=600)
-    assert other.returncode == 0
+    os.kill(other.pid, signal.SIGCONT)
+    other.join(600)
+    assert other.exitcode == 0
     assert Schema.load(out).splits["train"].rows + Schema.load(out).splits["test"].rows == 1000
 
 
