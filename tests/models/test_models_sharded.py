@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from cowrec.data_pipeline import Batch
 from cowrec.models import MODELS, ModelConfig, build_model, l2_kernels, physical_dim
 from history_cases import OF_HISTORIES
+from random_problems.training import set_to
 
 pytest_plugins = ["one_group"]
 
@@ -73,9 +74,7 @@ def pair(name: str) -> tuple[Training, DistributedModelParallel]:
     sharded = shard(Training(network(name, torch.device("meta"))))
     state = sharded.state_dict()
     for key, value in plain.state_dict().items():
-        held = state[key]
-        target = held.local_tensor() if hasattr(held, "local_tensor") else held
-        target.detach().copy_(value)
+        set_to(state[key], value)
     return plain, sharded
 
 

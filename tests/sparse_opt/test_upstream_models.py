@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import CowClip, attach_cowclip, clip_rows
 from process_groups import in_processes, process_group
-from random_problems.training import gathered
+from random_problems.training import gathered, set_to
 
 pytest_plugins = ["one_group"]
 DIM, DENSE, BATCH, STEPS = 8, 3, 16, 3
@@ -82,11 +82,7 @@ def copy_weights(source: nn.Module, target: DistributedModelParallel) -> None:
     state = target.state_dict()
     assert state.keys() == source.state_dict().keys()
     for key, value in source.state_dict().items():
-        for shard in state[key].local_shards() if hasattr(state[key], "local_shards") else ():
-            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-            shard.tensor.detach().copy_(value[row : row + rows, column : column + columns])
-        if not hasattr(state[key], "local_shards"):
-            state[key].detach().copy_(value)
+        set_to(state[key], value)
 
 
 def train(model: DistributedModelParallel, batches: Sequence[Any]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from cowrec.trainer.sharded_model.sharding import sharding_plan
 from cowrec.trainer.sharded_model.task import MeanLoss, TrainTask
 from golden_models import FIELDS, dense_views, golden_batch, golden_model, model_name
 from process_groups import in_processes, process_group
-from random_problems.training import gathered
+from random_problems.training import gathered, set_to
 
 Golden = Mapping[str, np.ndarray]
 RECORDED_STEPS = (1, 2, 5, 20)
@@ -118,9 +118,7 @@ def _follow(file: Path, golden: Golden, absent_rows: str, process: Process) -> N
     initial = {field: recorded.front.embeddings.embedding_bags[field].weight.detach().clone() for field in FIELDS}
     model = _sharded(train_task(golden, recorded, process.world_size), process)
     for field, weight in _tables(model.state_dict()).items():
-        for shard in weight.local_shards():
-            start, rows = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
-            shard.tensor.copy_(initial[field][start : start + rows])
+        set_to(weight, initial[field])
     dim, beta1 = int(golden["hp/dim"]), float(golden["hp/beta1"])
     embedding = EmbeddingAdam(model, adam_config(golden, absent_rows), clip_rule(golden), clip_columns=dim)
     optimizer = DenseAdam(dense_parameters(model), hyperparameters(golden), "keras")

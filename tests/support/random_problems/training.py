@@ -331,13 +331,7 @@ def sharded_model(
     for key, value in model.state_dict().items():
         if key.endswith(".weight"):
             c, t = (int(each[1:]) for each in _name(key).split("."))
-            full = torch.from_numpy(initial[c][t])
-            if not isinstance(value, ShardedTensor):  # data-parallel
-                value.detach().copy_(full)
-                continue
-            for shard in value.local_shards():
-                (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-                shard.tensor.detach().copy_(full[row : row + rows, column : column + columns])
+            set_to(value, torch.from_numpy(initial[c][t]))
     return model
 
 
@@ -431,6 +425,16 @@ def gathered(value: ShardedTensor | Tensor) -> np.ndarray:
     complete = torch.zeros(value.size(), dtype=value.dtype, device=device) if dist.get_rank() == 0 else None
     value.gather(0, complete)
     return np.empty(0) if complete is None else complete.float().cpu().numpy()
+
+
+def set_to(value: ShardedTensor | Tensor, complete: Tensor) -> None:
+    """Copies a complete table to the shards of this rank, or to a replicated tensor."""
+    if not isinstance(value, ShardedTensor):
+        value.detach().copy_(complete)
+        return
+    for shard in value.local_shards():
+        (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        shard.tensor.detach().copy_(complete[row : row + rows, column : column + columns])
 
 
 def lookups_of(attached: Any) -> list[ClippedLookup]:
