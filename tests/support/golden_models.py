@@ -22,13 +22,12 @@ def model_name(file: Path) -> str:
 
 
 def golden_model(name: str, golden: Mapping[str, np.ndarray]) -> nn.Module:
-    """Builds the network ``name`` in the recording's precision, unsharded, with the weights ``s0/w/*``."""
+    """Builds the network ``name``, unsharded, with the weights ``s0/w/*``."""
     weights = {key.rpartition("/")[2]: golden[key] for key in golden if key.startswith("s0/w/")}
     dim = int(golden["hp/dim"])
     rows = {field: len(weights[f"sparse_emb_{field}__embeddings"]) for field in FIELDS}
     tables = [EmbeddingBagConfig(rows[field], physical_dim(dim), name=field, feature_names=[field]) for field in FIELDS]
     model = build_model(ModelConfig(name=name, embedding_dim=dim, hidden=(8, 8)), tables, len(DENSE))
-    model.to(torch.from_numpy(weights["dense__kernel"]).dtype)
     views = {**table_views(model), **dense_views(model)}
     assert views.keys() == weights.keys()
     with torch.no_grad():

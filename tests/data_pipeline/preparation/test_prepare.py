@@ -103,6 +103,15 @@ def test_criteo(tmp_path):
         assert columns[f"C{n + 1}"] == [table.get(row[14 + n], 0) for row in raw[240:]]
         kept = pq.read_table(tmp_path / "out" / "vocabulary" / f"C{n + 1}.parquet").to_pydict()
         assert kept == {"value": [value for _, value in order if value], "count": [-count for count, _ in order]}
+    # The same test samples without labels, prepared like the data set.
+    (tmp_path / "test.txt").write_text("".join("\t".join(row[1:]) + "\n" for row in raw[240:]))
+    schema = prepare("criteo", [tmp_path / "test.txt"], tmp_path / "new", like=tmp_path / "out")
+    assert (schema.splits["test"].labelled, schema.splits["train"].rows) == (False, 0)
+    new = read_split(tmp_path / "new", "test")
+    assert all(math.isnan(label) for label in new.pop("label"))
+    del columns["label"]
+    assert new | {"sample_number": columns["sample_number"]} == columns
+    refused("39 columns, must be 40", prepare, "criteo", [tmp_path / "test.txt"], tmp_path / "trained on it")
 
 
 @pytest.mark.parametrize(
@@ -143,19 +152,6 @@ def test_hashed_ids_need_no_vocabulary(tmp_path):
     assert list((tmp_path / "out" / "vocabulary").iterdir()) == []
     prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "again", like=tmp_path / "out")
     assert read_split(tmp_path / "again", "test")["x"] == expected
-
-
-def test_unlabelled_files_are_prepared_like_an_earlier_data_set(tmp_path):
-    raw = write_criteo(tmp_path / "train.txt", 100)
-    (tmp_path / "test.txt").write_text("".join("\t".join(row[1:]) + "\n" for row in raw[:40]))
-    prepare("criteo", [tmp_path / "train.txt"], tmp_path / "out", PrepareConfig(test_fraction=0.0))
-    schema = prepare("criteo", [tmp_path / "test.txt"], tmp_path / "new", like=tmp_path / "out")
-    assert not schema.splits["test"].labelled
-    assert schema.splits["train"].rows == 0
-    old, new = read_split(tmp_path / "out", "train"), read_split(tmp_path / "new", "test")
-    assert all(math.isnan(label) for label in new.pop("label"))
-    assert new == {name: values[:40] for name, values in old.items() if name != "label"}
-    refused("39 columns, must be 40", prepare, "criteo", [tmp_path / "test.txt"], tmp_path / "trained on it")
 
 
 def test_a_data_set_prepared_like_another_can_be_imitated(tmp_path):
