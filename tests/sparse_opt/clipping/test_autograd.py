@@ -1,7 +1,6 @@
 """Autograd around the lookups: several backward passes, activation checkpointing, and tensors changed in place."""
 
 import copy
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,11 +18,12 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
-from process_groups import process_group
 from random_problems.drawing import Problem, small_problem
 from random_problems.in_loops import row_gradients
 from random_problems.training import assert_equal, batches_of, sharded_model, state_of
 
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 RULE = CowClip(r=1.0, zeta=1e-3)
 SMALL: dict[str, Any] = {"rows": (40, 7), "features": (("a",), ("b", "c"))}
 CASE = small_problem(**SMALL)
@@ -35,15 +35,13 @@ KINDS = {
 }
 
 
-@contextmanager
-def started(case: Problem, adam: AdamConfig | None = None) -> Iterator[nn.Module]:
-    with tempfile.TemporaryDirectory() as folder, process_group(0, 1, folder):
-        model = sharded_model(case)
-        if adam:
-            EmbeddingAdam(model, adam, RULE)
-        else:
-            attach_cowclip(model, RULE, single_id_bags=case.single_id_bags)
-        yield model
+def started(case: Problem, adam: AdamConfig | None = None) -> nn.Module:
+    model = sharded_model(case)
+    if adam:
+        EmbeddingAdam(model, adam, RULE)
+    else:
+        attach_cowclip(model, RULE, single_id_bags=case.single_id_bags)
+    return model
 
 
 def pooled(model: nn.Module, batch: Any) -> Tensor:
@@ -59,20 +57,20 @@ def test_each_backward_of_a_forward_clips_its_own_gradient(kind: str) -> None:
     case, shares = KINDS[kind], (100.0, 0.01, 3.0)
     (initial,), (collection,) = case.initial(), case.collections
     expected = [table.astype(np.float64) for table in initial]
-    with started(case) as model:
-        for (batch,), (drawn,) in zip(batches_of(case), case.batches(), strict=True):
-            values = pooled(model, batch)
-            for share in shares:
-                losses(values, batch, share).backward(retain_graph=share != shares[-1])
-                for table, weights in enumerate(expected):
-                    grads, counts = row_gradients(case, collection, table, drawn, None)
-                    limits = counts * np.maximum(RULE.r * np.linalg.norm(weights, axis=1), RULE.zeta)
-                    norms = np.linalg.norm(share * grads, axis=1)
-                    factors = np.divide(limits, norms, out=np.ones_like(norms), where=norms > limits)
-                    weights -= case.lr * share * grads * factors[:, None]
-        for got, weights, first in zip(state_of(model).values(), expected, initial, strict=True):
-            scale = np.maximum(np.abs(weights), np.abs(first)).max(1, keepdims=True) + 1e-6
-            assert np.abs((got - weights) / scale).max() <= 2e-6
+    model = started(case)
+    for (batch,), (drawn,) in zip(batches_of(case), case.batches(), strict=True):
+        values = pooled(model, batch)
+        for share in shares:
+            losses(values, batch, share).backward(retain_graph=share != shares[-1])
+            for table, weights in enumerate(expected):
+                grads, counts = row_gradients(case, collection, table, drawn, None)
+                limits = counts * np.maximum(RULE.r * np.linalg.norm(weights, axis=1), RULE.zeta)
+                norms = np.linalg.norm(share * grads, axis=1)
+                factors = np.divide(limits, norms, out=np.ones_like(norms), where=norms > limits)
+                weights -= case.lr * share * grads * factors[:, None]
+    for got, weights, first in zip(state_of(model).values(), expected, initial, strict=True):
+        scale = np.maximum(np.abs(weights), np.abs(first)).max(1, keepdims=True) + 1e-6
+        assert np.abs((got - weights) / scale).max() <= 2e-6
 
 
 OPTIMIZERS = {"sgd": None, "lazy": AdamConfig(lr=1e-2, l2=1e-3, absent_rows="lazy"), "replay": AdamConfig(lr=1e-2)}
@@ -83,14 +81,14 @@ Change = Callable[[Callable[..., Tensor], Tensor], Tensor]
 
 def trained(case: Problem, adam: AdamConfig | None, change: Change) -> dict[str, np.ndarray]:
     """Trains with ``change(lookup, x)``, where ``lookup(x)`` gives the pooled rows times x, if there is one."""
-    with started(case, adam) as model:
-        for (batch,) in batches_of(case):
+    model = started(case, adam)
+    for (batch,) in batches_of(case):
 
-            def lookup(x: Tensor | None, batch: Any = batch) -> Tensor:
-                return pooled(model, batch) * (1 if x is None else x)
+        def lookup(x: Tensor | None, batch: Any = batch) -> Tensor:
+            return pooled(model, batch) * (1 if x is None else x)
 
-            losses(change(lookup, torch.ones(1, requires_grad=True)), batch, 100.0).backward()
-        return state_of(model)
+        losses(change(lookup, torch.ones(1, requires_grad=True)), batch, 100.0).backward()
+    return state_of(model)
 
 
 @contextmanager
@@ -159,27 +157,27 @@ def test_outputs_changed_in_place_train_as_copies_do(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ids_that_change_before_the_backward_are_refused(optimizer: str) -> None:
-    with started(CASE, OPTIMIZERS[optimizer]) as model:
-        batch = batches_of(CASE)[0][0]
-        before = state_of(model)
-        values = pooled(model, batch)
-        batch.ids0.values()[:] = 0
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            losses(values, batch, 1.0).backward()
-        assert_equal(before, state_of(model))
+    model = started(CASE, OPTIMIZERS[optimizer])
+    batch = batches_of(CASE)[0][0]
+    before = state_of(model)
+    values = pooled(model, batch)
+    batch.ids0.values()[:] = 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses(values, batch, 1.0).backward()
+    assert_equal(before, state_of(model))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_calls_in_one_loss_are_warned_of(optimizer: str) -> None:
-    with started(CASE, OPTIMIZERS[optimizer]) as model:
-        batch = batches_of(CASE)[0][0]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(2):
-                losses(pooled(model, batch), batch, 1.0).backward()
-        both = losses(pooled(model, batch) + pooled(model, batch), batch, 1.0)
-        with pytest.warns(RuntimeWarning, match=r"called several times in one loss.* call accumulate\(n\)"):
-            both.backward()
+    model = started(CASE, OPTIMIZERS[optimizer])
+    batch = batches_of(CASE)[0][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            losses(pooled(model, batch), batch, 1.0).backward()
+    both = losses(pooled(model, batch) + pooled(model, batch), batch, 1.0)
+    with pytest.warns(RuntimeWarning, match=r"called several times in one loss.* call accumulate\(n\)"):
+        both.backward()
 
 
 @pytest.mark.parametrize("optimizer", ["lazy", "replay"])
@@ -188,27 +186,27 @@ def test_evaluation_in_another_thread_changes_no_bit(optimizer: str) -> None:
 
     def train(evaluates: bool) -> dict[str, np.ndarray]:
         ended = threading.Event()
-        with started(case, OPTIMIZERS[optimizer]) as model:
-            batches = [batch for (batch,) in batches_of(case)]
+        model = started(case, OPTIMIZERS[optimizer])
+        batches = [batch for (batch,) in batches_of(case)]
 
-            def evaluate() -> None:
-                while not ended.is_set():
-                    with torch.no_grad():
-                        pooled(model, batches[-1])
+        def evaluate() -> None:
+            while not ended.is_set():
+                with torch.no_grad():
+                    pooled(model, batches[-1])
 
-            with torch.no_grad():
-                pooled(model, batches[0])  # TorchRec sets itself up in the first forward
-            other = threading.Thread(target=evaluate)
+        with torch.no_grad():
+            pooled(model, batches[0])  # TorchRec sets itself up in the first forward
+        other = threading.Thread(target=evaluate)
+        if evaluates:
+            other.start()
+        try:
+            for batch in batches:
+                losses(pooled(model, batch), batch, 100.0).backward()
+        finally:
+            ended.set()
             if evaluates:
-                other.start()
-            try:
-                for batch in batches:
-                    losses(pooled(model, batch), batch, 100.0).backward()
-            finally:
-                ended.set()
-                if evaluates:
-                    other.join()
-            return state_of(model)
+                other.join()
+        return state_of(model)
 
     assert_equal(train(True), train(False))
 
@@ -217,17 +215,17 @@ def test_evaluation_in_another_thread_changes_no_bit(optimizer: str) -> None:
 def test_copies_transforms_and_compiled_autograd_are_refused(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy is made as by DistributedModelParallel.copy, which takes torch's CUDA build."""
     monkeypatch.setattr(ProcessGroup, "__deepcopy__", lambda group, _: group, raising=False)
-    with started(CASE, OPTIMIZERS[optimizer]) as model:
-        batch = batches_of(CASE)[0][0]
-        pooled(model, batch)
-        with pytest.raises(RuntimeError, match=r"is a copy of one that is attached.* call remove\(\)"):
-            pooled(copy.deepcopy(model), batch)
-        loss, before = losses(pooled(model, batch), batch, 1.0), state_of(model)
-        with pytest.raises(RuntimeError, match=r"torch.func would transform the lookups .*: call the tables outside"):
-            torch.func.grad(lambda share: losses(pooled(model, batch), batch, share))(torch.ones(()))
-        with (
-            compiled_autograd._enable(torch.compile(backend="eager")),
-            pytest.raises(RuntimeError, match="compiled autograd would trace"),
-        ):
-            loss.backward()
-        assert_equal(before, state_of(model))
+    model = started(CASE, OPTIMIZERS[optimizer])
+    batch = batches_of(CASE)[0][0]
+    pooled(model, batch)
+    with pytest.raises(RuntimeError, match=r"is a copy of one that is attached.* call remove\(\)"):
+        pooled(copy.deepcopy(model), batch)
+    loss, before = losses(pooled(model, batch), batch, 1.0), state_of(model)
+    with pytest.raises(RuntimeError, match=r"torch.func would transform the lookups .*: call the tables outside"):
+        torch.func.grad(lambda share: losses(pooled(model, batch), batch, share))(torch.ones(()))
+    with (
+        compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(RuntimeError, match="compiled autograd would trace"),
+    ):
+        loss.backward()
+    assert_equal(before, state_of(model))
