@@ -191,7 +191,21 @@ def test_an_id_outside_its_table_is_named() -> None:
 
 SINGLE = {"single_id_bags": True}
 ADAM, DECAYS = {"config": AdamConfig()}, {"config": AdamConfig(lr=0.1, weight_decay=5.0)}
+VARIABLE = {"variable_batch": True, "pooling": "sum,mean"}
+SEPARATE = "variable batch size per feature, tables that are looked up separately"
+WRONG_RULES: list[tuple[str, dict[str, Any]]] = [
+    ("name none for table 't1'; name it, or give all others a rule as '\\*'", {"rule": {"t0": CowClip()}}),
+    ("rule names table 't00', which .* did you mean 't0'", {"rule": {"t00": CowClip(), "*": NoClip()}}),
+    ("'t0' has a rule and is named in exclude", {"rule": {"t0": CowClip(), "*": NoClip()}, "exclude": ("t0",)}),
+    (
+        "'field' and 'cowclip' cannot be mixed: .* a table, .* a row",
+        {"rule": {"t0": CowClip(), "*": FieldClip(1.0)}},
+    ),
+    ("'global' and 'global' cannot be mixed", {"rule": {"t0": GlobalClip(2.0), "*": GlobalClip(1.0)}}),
+]
 REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *((message, {}, rules | more) for message, rules in WRONG_RULES for more in ({}, ADAM)),
+    *((SEPARATE, VARIABLE, more) for more in ({}, ADAM)),
     ("all tables, but 't0' is data-parallel", {"sharding": "data_parallel"}, {**ADAM, "rule": GlobalClip(1.0)}),
     ("complete table 't0', which is sharded column-wise", {"sharding": "column_wise"}, {"rule": FieldClip(1.0)}),
     ("all tables before the first .* looks up 't0' and 't1'", {"pooling": "sum,mean"}, {"rule": GlobalClip(1.0)}),
@@ -251,21 +265,6 @@ def like_sgd(absent_rows: str) -> AdamConfig:
 def train(model: Any, step: int) -> dict[str, np.ndarray]:
     train_step(CASE, model, step)
     return state_of(model)
-
-
-@pytest.mark.parametrize(
-    ("rules", "exclude", "message"),
-    [
-        ({"t0": CowClip()}, (), r"the rules name none for table 't1'; name it, or give all others a rule as '\*'"),
-        ({"t00": CowClip(), "*": NoClip()}, (), r"rule names table 't00', which .* did you mean 't0'"),
-        ({"t0": CowClip(), "*": NoClip()}, ("t0",), r"table 't0' has a rule and is named in exclude"),
-        ({"t0": CowClip(), "*": FieldClip(1.0)}, (), r"'field' and 'cowclip' cannot be mixed: .* of a table, .* a row"),
-        ({"t0": GlobalClip(2.0), "*": GlobalClip(1.0)}, (), r"'global' and 'global' cannot be mixed"),
-    ],
-)
-@attached_either_way
-def test_rules_that_do_not_fit_are_refused(attach: Any, rules: Any, exclude: tuple[str, ...], message: str) -> None:
-    refused(message, attach, fresh(), rules, exclude=exclude)
 
 
 def test_an_unclipped_table_may_be_column_wise_under_replay() -> None:
@@ -388,14 +387,6 @@ def test_a_small_l2_moves_rows_of_float16_tables() -> None:
     small = abs(before) > 1e-3
     assert (got != before)[small & (abs(before) < 2e-2)].mean() > 0.9
     np.testing.assert_allclose(got, expected.float().numpy(), rtol=2e-3, atol=1e-7)
-
-
-@attached_either_way
-def test_a_variable_batch_of_tables_that_are_looked_up_separately_is_refused(attach: Any) -> None:
-    case = small_problem(variable_batch=True, pooling="sum,mean")
-    model = sharded_model(case)
-    attach(model, CowClip())
-    refused("variable batch size per feature, tables that are looked up separately", train_step, case, model, 0)
 
 
 @attached_either_way
