@@ -11,14 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cowrec.data_pipeline import Reader, SampleCodec, Schema
-from cowrec.data_pipeline.synthetic.drifting import drifting_tables
+from cowrec.data_pipeline import Reader, Schema
 from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.trainer.export.export import export_run, exported_network
 from cowrec.trainer.export.manifest import Manifest, dequantise, quantise
-from cowrec.trainer.serving.served_model import ServedModel
 from history_cases import FLAT
-from online_cases import DRIFT, case_fixture
 from process_groups import in_processes
 from refusal import refused
 from trained_runs import predicted, run, write_network
@@ -178,23 +175,3 @@ def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path
     refused("exists and is not empty", export_run, folder / "dcnmix", used)
     in_processes(export_to_a_full_disk, (folder / "dcnmix", tmp_path / "full"), 1)
     assert sorted(tmp_path.rglob("*")) == [used, used / "mine"]
-
-
-SHARED = "id_table.tables={both = {fields = ['C1', 'C3'], capacity = 900}}"
-HASHED = ["id_table.kind=hash", "id_table.capacity=50", "id_table.expire_after=''"]
-
-
-case = case_fixture()
-
-
-@pytest.mark.parametrize("settings", [[SHARED], [SHARED, *HASHED]])
-def test_raw_samples_get_the_predictions_of_the_run(case: Path, tmp_path: Path, settings: list[str]) -> None:
-    """The test split follows the training split in the generated samples; float32 sums are in another order."""
-    run(case, tmp_path / "run", "train.epochs=1", *settings)
-    expected = predicted(tmp_path / "run", case / "data")
-    export_run(tmp_path / "run", tmp_path / "export")
-    codec = SampleCodec.load(tmp_path / "export")
-    samples = codec.encode(codec.from_table(next(drifting_tables(DRIFT, DRIFT.rows, 500))))
-    served = ServedModel.load(tmp_path / "export").predict(samples.block)
-    np.testing.assert_allclose(served, expected, atol=1e-6)
-    assert np.ptp(served) > 0.05

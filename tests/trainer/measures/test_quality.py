@@ -1,11 +1,13 @@
-"""Measures of evaluations, samples, weights, groups and the newest samples, against scikit-learn and plain loops."""
+"""Measures, also by weights, groups and age, and the importance of fields, against scikit-learn and plain loops."""
 
 import csv
 import json
 import math
 import os
+import re
+import shutil
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,18 @@ from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import log_loss, roc_auc_score
 
+from commands.command_line import Cowrec
 from cowrec.data_pipeline import PrepareConfig, Schema, SynthesizeConfig, prepare, synthesize
-from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX
+from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, WEIGHT_SUFFIX
 from cowrec.trainer.measures.quality import Samples, calibration_remark, group_aucs, measure
+from cowrec.trainer.reports.text_table import quality_tables
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
+from history_cases import make_histories
 from process_groups import in_processes
 from refusal import refused
 from trained_runs import report_of, run
-from trainer_cases import TRAIN_ROWS, config_file, free_port, launched_as, make_data
+from trainer_cases import COLUMNS as KINDS
+from trainer_cases import TRAIN_ROWS, config_file, edit_column, free_port, launched_as, make_data, raw_rows
 
 ROWS, TEST_ROWS = 400, 301
 EXPECTED = ("expected_auc", "expected_logloss", "excess_logloss")
@@ -332,3 +338,53 @@ def test_the_remark_tells_drifts_apart() -> None:
     for expected, found in drifts.items():
         assert expected in str(found)
         assert str(found).endswith(". Train on newer samples, or as they arrive (cowrec online)")
+
+
+UNLABELLED = 5
+
+
+def make_flat(folder: Path) -> None:
+    config_file(folder)
+    (folder / "raw.csv").write_text(raw_rows(700))
+    kinds = KINDS | {"price": 'kind = "numeric"\ntransform = "buckets"'}
+    fields = "".join(f'[[fields]]\nname = "{name}"\n{kind}\n' for name, kind in kinds.items())
+    (folder / "columns.toml").write_text(f'delimiter = ","\nlabel = "click"\n{fields}')
+    settings = PrepareConfig(split="order", test_rows=200)
+    prepare("tabular", [folder / "raw.csv"], folder / "data", settings, schema_file=folder / "columns.toml")
+    edit_column(folder / "data" / "test" / "00000.parquet", "label", UNLABELLED, math.nan)
+
+
+@pytest.mark.parametrize("make", [make_flat, make_histories])
+def test_importance_is_that_of_columns_permuted_on_disk(cowrec: Cowrec, tmp_path: Path, make: Callable) -> None:
+    """Exactly, for every kind of field: the same predictions are measured."""
+    folder = tmp_path
+    make(folder)
+    run(folder, folder / "run", "train.epochs=4")
+    found = evaluate_run(folder / "run", folder / "data", importance=True)
+    code, printed, _ = cowrec("evaluate", folder / "run", "--data", folder / "data", "--importance")
+    assert (code, json.loads(printed)["importance"]) == (0, found["importance"])
+    shard = folder / "data" / "test" / "00000.parquet"
+    table = pq.read_table(shard)
+    known = np.flatnonzero(~np.isnan(table["label"].to_numpy()))
+    order = np.arange(table.num_rows)
+    order[known] = known[np.random.default_rng(0).permutation(len(known))]
+    for name, change in found["importance"].items():
+        copy, permuted = folder / f"permuted_{name}", table
+        shutil.copytree(folder / "data", copy)
+        for column in {name, f"{name}_bucket", f"{name}{WEIGHT_SUFFIX}"} & {*table.column_names}:
+            values = table[column].take(pa.array(order))
+            permuted = permuted.set_column(table.column_names.index(column), table.schema.field(column), values)
+        pq.write_table(permuted, copy / "test" / shard.name)
+        measured = evaluate_run(folder / "run", copy)
+        assert change["auc_drop"] == found["auc"] - measured["auc"], name
+        assert change["logloss_rise"] == measured["logloss"] - found["logloss"], name
+    rises = [each["logloss_rise"] for each in found["importance"].values()]
+    assert rises == sorted(rises, reverse=True)
+    first, rise = next(iter(found["importance"])), f"{rises[0]:.4f}"
+    assert first == "city" or "city" not in found["importance"]  # which has most of the signal
+    assert re.search(rf"permuted +auc_drop +logloss_rise\n{first} .* {rise}\n", quality_tables(found))
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused("measured in one process; start it without torchrun", evaluate_run, "run", "data", importance=True)

@@ -37,20 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_report_equals_scikit_learns_metrics_of_the_predictions(folder: Path) -> None:
-    """Tolerance 1e-6: predictions are float32."""
-    prediction = predicted(folder / "run", folder / "data")
-    label = pq.read_table(folder / "data" / "test")["label"].to_numpy()
-    report = report_of(folder / "run")
-    assert report["auc"] == pytest.approx(roc_auc_score(label, prediction), abs=1e-6)
-    assert report["logloss"] == pytest.approx(log_loss(label, prediction.astype(float)), abs=1e-6)
-    measured = evaluate(folder / "run", folder / "data")
-    assert measured["rows"] == TEST_ROWS
-    for key in ("auc", "logloss", "calibration", "normalized_entropy"):
-        assert measured[key] == pytest.approx(report[key], abs=1e-7)
-    assert not list((folder / "run").glob("*.partial"))
-
-
 def test_contents_of_the_run_folder(folder: Path) -> None:
     run_dir, report = folder / "run", report_of(folder / "run")
     saved = load_config(run_dir / "config.toml")
