@@ -120,9 +120,9 @@ def edit_column(shard: Path, column: str, where: int | slice, value: Any) -> Non
 def checkpoint(run_dir: Path) -> dict[str, Any]:
     """Loads a run's newest checkpoint as nested dictionaries of complete tensors."""
     newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
-    file = run_dir / "checkpoint.pt"
-    dcp_to_torch_save(newest, file)
-    content: dict[str, Any] = torch.load(file)
+    with tempfile.NamedTemporaryFile() as file:  # since workers share runs
+        dcp_to_torch_save(newest, file.name)
+        content: dict[str, Any] = torch.load(file.name)
     return content
 
 

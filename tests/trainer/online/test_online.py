@@ -109,15 +109,12 @@ def steps_of(target: Target) -> list[int]:
     return [decode(target.read(version, kind)).change.step for version, kind in target.blobs()]
 
 
-@pytest.mark.parametrize(
-    ("settings", "part"), [([], 0), (["optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"], 0.5)]
-)
-def test_a_resumed_run_is_bit_identical(case: Path, tmp_path: Path, settings: list[str], part: float) -> None:
-    """Weights, rows of ids, stream position and open window, resumed from the first snapshot and from a later one."""
-    given = [*settings, "online.snapshot_seconds=0", "checkpoint.keep_last=1000", "online.window='1d'"]
+def test_a_resumed_run_is_bit_identical(case: Path, tmp_path: Path) -> None:
+    """Weights, rows of ids, stream position and open window, resumed from the first snapshot."""
+    given = ["online.snapshot_seconds=0", "checkpoint.keep_last=1000", "online.window='1d'"]
     run(case, tmp_path / "uninterrupted", *given, source=case / "short")
-    steps = sorted(int(each.name[5:]) for each in (tmp_path / "uninterrupted" / "checkpoints").iterdir())
-    copy = interrupted(tmp_path / "uninterrupted", steps[int(part * len(steps))], tmp_path / "copy")
+    first = min(int(each.name[5:]) for each in (tmp_path / "uninterrupted" / "checkpoints").iterdir())
+    copy = interrupted(tmp_path / "uninterrupted", first, tmp_path / "copy")
     run(case, copy, *given, source=case / "short", resume=True)
     assert_same(copy, tmp_path / "uninterrupted")
     for kind in ("window", "ids"):

@@ -11,8 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
-from online_cases import DRIFT, assert_readers_equal_an_export, make_case, online_case, write_stream
+from cowrec.data_pipeline.synthetic.histories import HistoryConfig, history_tables
+from history_cases import make_histories, with_categories
+from online_cases import CONFIG, DRIFT, assert_readers_equal_an_export, make_case, online_case, write_stream
 from run_comparison import assert_close, state_of, up_to_date
+from shared_work import made_once
 from trained_runs import metrics, report_of, write_network
 from trainer_cases import interrupted, outcomes_in_processes
 
@@ -40,8 +43,11 @@ POISONED = 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, "online_processes", make_runs)
+
+
+def make_runs(folder: Path) -> None:
     """Trains ``runs1/NAME``, ``runs2/NAME`` and ``runs4/NAME``."""
-    folder = tmp_path_factory.mktemp("online_processes")
     make_streams(folder)
     for name in CASES:
         assert online_case(case_of(folder, 1, name)) == "ok"
@@ -51,14 +57,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for outcomes in outcomes_in_processes(online_case, four, 4):
         assert outcomes[:-1] == ["ok"] * (len(four) - 1)
         assert "000002.parquet" in outcomes[-1], "the error of the first process, on all of them"
-    return folder
+    resume(folder)
 
 
 def make_streams(folder: Path) -> None:
     """Makes the case's data, and streams of the same samples: complete, parts of it, damaged, poisoned."""
     make_case(folder)
     output = "self.out(x.flat).squeeze(1) + (dense / 10).exp().mean(1)"
-    write_network(folder / f"overflowing_in_{folder.name}.py", output)  # a worker may make the folder twice
+    write_network(folder / "overflowing.py", output)
     rows = pa.concat_tables(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=200)).sort_by("time")
     parts = [rows.slice(0, 200), rows.slice(200, 200), rows.slice(400)]
     write_stream(folder / "in", parts)
@@ -82,7 +88,7 @@ def case_of(folder: Path, processes: int, name: str, *more: str, **given: Any) -
 
 
 def poisoned(folder: Path, processes: int) -> dict[str, Any]:
-    settings = [*EXACT, f"model.name=overflowing_in_{folder.name}:Net"]
+    settings = [*EXACT, "model.name=overflowing:Net"]
     return case_of(folder, processes, "poisoned", *settings, source=str(folder / "poisoned"))
 
 
@@ -102,8 +108,7 @@ def damaged(folder: Path) -> dict[str, Any]:
     return case_of(folder, 4, "damaged", source=str(folder / "damaged"))
 
 
-@pytest.fixture(scope="module")
-def of_two(folder: Path) -> Path:
+def resume(folder: Path) -> None:
     """Runs of two processes: one with all its snapshots, and the rest of ``resumed``."""
     stream = folder / "first"
     (stream / "_END").unlink()
@@ -118,7 +123,6 @@ def of_two(folder: Path) -> Path:
     copy = interrupted(folder / "runs2" / "whole", steps[5], folder / "runs2" / "copy")
     again = whole | {"run_dir": str(copy), "publish": f"{copy}_published", "resume": True}
     assert outcomes_in_processes(online_case, [again], 2) == [["ok"]] * 2
-    return folder
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -129,18 +133,18 @@ def test_four_processes_equal_one(folder: Path, name: str) -> None:
         assert sharding["ranks"] == 4
 
 
-def test_a_resumed_run_is_bit_identical(of_two: Path) -> None:
+def test_a_resumed_run_is_bit_identical(folder: Path) -> None:
     """From a snapshot in the middle, with replayed rows under a mixed plan; its publication brings rows up to date."""
-    copy, whole = (of_two / "runs2" / name for name in ("copy", "whole"))
+    copy, whole = (folder / "runs2" / name for name in ("copy", "whole"))
     assert_close(up_to_date(copy), up_to_date(whole), atol=0)
     for kind in ("window", "ids"):
         assert metrics(copy, kind) == metrics(whole, kind)
 
 
-def test_fewer_processes_resume(of_two: Path) -> None:
+def test_fewer_processes_resume(folder: Path) -> None:
     """Four train the first part of the stream, two the rest."""
-    assert_equal(of_two / "runs1" / "resumed", of_two / "runs4" / "resumed")
-    assert report_of(of_two / "runs4" / "resumed")["world_size"] == 2
+    assert_equal(folder / "runs1" / "resumed", folder / "runs4" / "resumed")
+    assert report_of(folder / "runs4" / "resumed")["world_size"] == 2
 
 
 def test_a_quiet_stream_is_waited_for(folder: Path) -> None:
@@ -182,3 +186,29 @@ def assert_equal(one: Path, other: Path) -> None:
     for start, window in windows[0].items():
         for key in ("samples", "ctr", "auc", "logloss", "calibration"):
             assert windows[1][start][key] == pytest.approx(window[key], abs=1e-5), key
+
+
+HISTORIES = HistoryConfig(rows=400, items=300, groups=4, max_length=4, half_life=1.0)
+OF_HISTORIES = ["online.publish_seconds=0.05", "online.dense_seconds=0.1", "optimizer.absent_rows=lazy"]
+OF_HISTORIES += ["model.name=din", "id_table.expire_after=''", "id_table.capacity=100"]
+"""Fewer rows than items, so that ids are evicted."""
+
+
+def test_histories_are_published_and_trained_by_processes_alike(tmp_path: Path) -> None:
+    make_histories(tmp_path, HISTORIES, raw_ids=True)
+    (tmp_path / "run.toml").write_text(CONFIG.replace("embedding_dims = { C1 = 9, C3 = 9 }", ""))
+    write_stream(
+        tmp_path / "in", [with_categories(each) for each in history_tables(HISTORIES, 0, 1003, chunk_rows=200)]
+    )
+    one, two = (
+        {"folder": str(tmp_path), "source": str(tmp_path / "in"), "run_dir": str(tmp_path / name), "set": OF_HISTORIES}
+        | {"publish": str(tmp_path / f"{name}_published")}
+        for name in ("one", "two")
+    )
+    assert online_case(one) == "ok"
+    served = assert_readers_equal_an_export(tmp_path, tmp_path / "one", one["publish"], source="in")
+    assert served.version > 1
+    assert served.counters()["removed_rows"] > 0
+    assert outcomes_in_processes(online_case, [two], 2) == [["ok"]] * 2
+    assert_close(state_of(tmp_path / "two"), state_of(tmp_path / "one"), atol=1e-5)
+    assert_readers_equal_an_export(tmp_path, tmp_path / "two", two["publish"], source="in")
