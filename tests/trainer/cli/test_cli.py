@@ -168,18 +168,6 @@ def test_prepare_train_evaluate_predict(cowrec: Cowrec, folder: Path, empty: Pat
     assert predicted[:2] == (0, f"p.parquet: {report['epochs'][0]['rows']} rows\n")
 
 
-def test_an_inferred_schema_prepares_its_file(cowrec: Cowrec, folder: Path, tmp_path: Path) -> None:
-    raw, columns = folder / "raw.csv", tmp_path / "inferred.toml"
-    code, printed, _ = cowrec("schema", "infer", raw, "-o", columns)
-    assert code == 0
-    assert re.search(rf'^label = "\w+"(.|\n)*\n{columns}: 4 fields, \d+ remarks to check\n\Z', printed)
-    code, printed, _ = cowrec("prepare", "tabular", "-i", raw, "--schema", columns, "-o", tmp_path / "data")
-    assert "1 dense and 3 sparse fields" in printed
-    code, _, error = cowrec("schema", "infer", raw, "-o", columns)
-    assert code == 2
-    assert "inferred.toml exists; choose another --output, or remove it" in error
-
-
 def test_set_overrides_the_prepare_section_of_the_file(cowrec: Cowrec, folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text('[prepare]\nsplit = "order"\ntest_rows = 10\nmin_count = 2')
@@ -231,6 +219,7 @@ MISTAKES = {
     "predict none --data none -o {data}": "data is a folder; name a file, such as",
     "plan {toml} --data {data} --hosts 1 -o no/p.json": "no/p.json cannot be written: the folder no does not",
     "schema infer {toml} -o no/s.toml": "no/s.toml cannot be written: the folder no does not exist; create it first",
+    "schema infer {toml} -o {toml}": "run.toml exists; choose another --output, or remove it",
     "bench -o no/bench.jsonl": "no/bench.jsonl cannot be written: the folder no does not exist; create it first",
     "bench -o {toml}": "run.toml exists, with earlier measurements; choose another --output, or remove it",
     "bench -o out --rows many": "--rows, if not full, must be a whole number such as 512, 64K or 1M",

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from commands.command_line import Cowrec
-from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import write_file
-from cowrec.models import ModelConfig, require_model
 from cowrec.trainer.config.run import config_from
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed, ProcessLost, is_message, message_of
 from cowrec.trainer.runtime.processes import process_group
@@ -33,17 +31,13 @@ def in_cowrec(body: str) -> Exception:
     return raised(lambda: exec(body, {"__name__": "cowrec.trainer.some_module"}))
 
 
-def test_errors_of_user_input_and_of_runs_are_messages_and_those_of_libraries_are_not() -> None:
-    assert is_message(raised(lambda: require_model(ModelConfig("deepfn"))))
+def test_only_what_cowrec_raises_for_users_is_a_message() -> None:
+    """And what the system says of files; not the errors of libraries, which are bugs."""
     assert is_message(raised(lambda: config_from({"train": {"batch_size": -2}})))
-    assert is_message(raised(lambda: Schema.load(Path("/no/such/folder"))))
     assert is_message(raised(lambda: Path("/no/such/file").read_text()))
     assert all(is_message(kind("the loss was not finite")) for kind in (NonFiniteLoss, ProcessLost, ProcessFailed))
     assert not is_message(raised(lambda: np.zeros(3).reshape(2, 2)))
     assert not is_message(ValueError("never raised"))
-
-
-def test_only_what_cowrec_raises_for_users_is_a_message() -> None:
     for body in (
         "raise ValueError('train.seed must be at least 0')",
         "raise ImportError('install torchrec')",

@@ -24,9 +24,7 @@ from cowrec.trainer.training import evaluation
 from refusal import refused
 from run_comparison import assert_same
 from trained_runs import data_folder, make_folder, metrics, predicted, report_of, run
-from trainer_cases import TEST_ROWS, TRAIN_ROWS, UNWEIGHTED, config_file, edit_column, interrupted, make_data, raw_rows
-
-SHARED = Path(__file__).resolve().parents[3] / ".." / "shared" / "data"
+from trainer_cases import TEST_ROWS, TRAIN_ROWS, UNWEIGHTED, edit_column, interrupted, make_data, raw_rows
 
 
 @pytest.fixture(scope="module")
@@ -261,17 +259,6 @@ def test_invalid_settings_leave_nothing_behind(folder: Path, tmp_path: Path) -> 
         with pytest.raises(ValueError, match=message):
             online(load_config(folder / "run.toml", settings.split()), folder / "data", "nowhere", tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_real_clicks_are_learned(tmp_path: Path) -> None:
-    if not (file := SHARED / "criteo_8k.tsv.xz").exists():
-        pytest.skip(f"there is no {file}")
-    prepare("criteo", [file], tmp_path / "data")
-    config_file(tmp_path)
-    overrides = ["train.batch_size=256", "optimizer.scaling=none", "optimizer.dense_lr=1e-3", "model.hidden=[64]"]
-    report = run(tmp_path, tmp_path / "run", *overrides)
-    assert report["auc"] > 0.6
-    assert evaluate(tmp_path / "run", tmp_path / "data")["auc"] == pytest.approx(report["auc"], abs=1e-7)
 
 
 def test_a_resumed_run_keeps_the_batch_size_and_l2_that_it_began_with(folder: Path, tmp_path: Path) -> None:
