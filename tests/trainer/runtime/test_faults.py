@@ -111,15 +111,15 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: 
 
 def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, start) -> None:
     run_dir = tmp_path / "run"
-    process = start(*training(folder, run_dir, "train.epochs=60", *LARGE))
+    process = start(*training(folder, run_dir, "train.epochs=30", *LARGE))
     line_with(process, "epoch 3/")
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
     printed = process.stderr.read()
     assert process.wait(timeout=600) == 2
-    assert "error: the checkpoint of step 300 could not be written" in printed
+    assert "error: the checkpoint of step 150 could not be written" in printed
     assert "free disk space or repair the folder, then train with --resume" in printed
     assert list((run_dir / "checkpoints").glob("step_?????????"))
-    process = start(*training(folder, run_dir, "train.epochs=60", *LARGE))
+    process = start(*training(folder, run_dir, "train.epochs=30", *LARGE))
     assert process.wait(timeout=600) == 0
 
 

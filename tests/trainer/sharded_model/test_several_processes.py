@@ -52,11 +52,11 @@ ALONE: dict[str, tuple[str, list[str]]] = {
 """Runs of one process: data set and settings."""
 SEVERAL = [
     *[("adam", 2, TABLE_WISE), ("adam", 2, ROW_WISE), ("adam", 2, f"{ROW_WISE} train.accumulation=4")],
-    *[("stock", 2, TABLE_WISE), ("stock", 2, ROW_WISE), ("fused", 2, TABLE_WISE), ("fused", 2, ROW_WISE)],
+    *[("stock", 2, ROW_WISE), ("fused", 2, TABLE_WISE), ("fused", 2, ROW_WISE)],
     *[("patient", 2, ""), ("ramp", 2, ROW_WISE), ("one_test_row", 2, ROW_WISE), ("synthetic", 2, ROW_WISE)],
     *[("ids", 2, ROW_WISE), ("ids", 2, 'sharding.tables={city="table_wise",tags="data_parallel"}')],
     *[("ids_lazy", 2, "sharding.plan=column_wise"), ("ids_full", 2, ROW_WISE), ("ids_counted", 2, ROW_WISE)],
-    *[("ids_adagrad", 2, ""), ("ids_hash", 2, ROW_WISE), ("adam", 4, ""), ("adam", 4, MIXED), ("lazy", 4, MIXED)],
+    *[("ids_adagrad", 2, ""), ("ids_hash", 2, ROW_WISE), ("adam", 4, MIXED), ("lazy", 4, MIXED)],
     *[("adagrad", 4, "sharding.plan=column_wise"), ("adagrad", 4, "sharding.plan=table_row_wise")],
 ]
 """Runs of several processes: the run of one that they must equal, and how their tables are sharded.
