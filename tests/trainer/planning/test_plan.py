@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from collectives import Traffic
 from commands.command_line import Cowrec
 from cowrec.data_pipeline import Batch, Schema, SparseField
 from cowrec.trainer.config.run import config_from, load_config
@@ -25,6 +25,25 @@ from cowrec.trainer.training.state import TrainState
 from process_groups import in_processes
 from trained_runs import data_folder
 from trainer_cases import free_port, launched_as
+
+NAMES = {"alltoall": "all_to_all", "allreduce": "all_reduce", "allgather": "all_gather"}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that this process sends in each kind of collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            kind = func.__name__.partition(".")[0].strip("_").removesuffix("_base")
+            inputs = args[0] if "allreduce" in kind else args[1]
+            tensors = [each for each in (inputs if isinstance(inputs, list) else [inputs]) if torch.is_tensor(each)]
+            self.sent[NAMES.get(kind, kind)] += sum(each.numel() * each.element_size() for each in tensors)
+        return func(*args, **(kwargs or {}))
+
 
 KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel")
 CASES = {kind: [f"sharding.plan={kind}"] for kind in KINDS} | {
