@@ -5,6 +5,7 @@ and needs no Optuna: its GridSampler shuffles the runs, so that an interrupted s
 and forgets what has run when the grid grows.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -168,14 +169,14 @@ def clip_remark(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def _trained(runs: Runs, config: RunConfig, name: str) -> dict[str, Any]:
     """Trains a run. Returns the values of its line."""
-    derived = dataclasses.asdict(Scaled.of(config).hyperparameters)
-    what = {
+    what: dict[str, Any] = {
         "model": config.model.name,
         "data": Path(config.data.dir).name,
         "base_batch_size": config.optimizer.base_batch_size,
-        **derived,
-        "betas": list(derived["betas"]),  # as in the file
     }
+    with contextlib.suppress(ValueError):  # of values that the run itself refuses
+        what |= dataclasses.asdict(Scaled.of(config).hyperparameters)
+        what["betas"] = list(what["betas"])  # as in the file
     try:
         report = runs.train(config, name)
     except ProcessFailed as failed:

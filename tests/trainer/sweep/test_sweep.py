@@ -222,6 +222,10 @@ def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path
     refused, good = run_sweep(folder, tmp_path / "ramp", "train.batch_ramp=4", grid=grid)
     assert refused["error"].startswith("ValueError: train.batch_ramp = 4 takes 6,324 samples")
     assert good["steps"] == 4 + 1 + 3
+    decay = ["optimizer.dense_weight_decay=0.5", "optimizer.dense_lr=0.01", "train.epochs=1"]
+    refused, good = run_sweep(folder, tmp_path / "decay", *decay, grid=Grid([51000, 51], ["linear"], ["on"], 1))
+    assert "of each weight in a step" in refused["error"]
+    assert "error" not in good
     astray = ["optimizer.dense_lr=1e30", "optimizer.warmup_epochs=0"]
     (line,) = run_sweep(folder, tmp_path / "astray", *astray, grid=Grid([51], ["none"], ["off"], 1))
     assert line["error"].startswith("NonFiniteLoss: the loss was not finite")
