@@ -60,10 +60,6 @@ class RunCurves:
         """Steps, and the values of a key of the training lines; NaN where a line has none."""
         return _column(self.steps, "step"), _column(self.steps, key)
 
-    def clip_series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """The same of the clip's lines."""
-        return _column(self.clips, "step"), _column(self.clips, key)
-
     def by_epoch(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Epochs, counted from 1, that have a measure, and its values."""
         values = _column(self.epochs, key)
@@ -124,7 +120,7 @@ def plot_runs(runs: Sequence[RunCurves], path: Path) -> Path:
         rates.plot(times, run.series("embedding_lr")[1], color=color, ls="--")
         speeds.plot(*_smoothed(times[1:], run.series("samples_per_second")[1][1:], np.nanmedian), color=color)
         for axis, measure in ((shares, "clipped_share"), (limits, "limit_to_norm")):
-            clip_steps, values = run.clip_series(measure)
+            clip_steps, values = _column(run.clips, "step"), _column(run.clips, measure)
             clip_times = run.epochs_of(clip_steps) if unit == "epoch" else clip_steps
             axis.plot(*_smoothed(clip_times, values, np.nanmedian), color=color)
         bins = next((line["calibration_bins"] for line in reversed(run.epochs) if "calibration_bins" in line), None)

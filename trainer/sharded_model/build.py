@@ -95,11 +95,9 @@ def unsharded_task(plan: RunPlan) -> TrainTask:
 def _require_no_batch_norm(model: nn.Module, name: str) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            is_global = isinstance(module, nn.SyncBatchNorm)
-            samples = "all samples, with those that pad short batches," if is_global else "the samples of one process,"
             raise ValueError(
-                f'model.name = "{name}" has a {type(module).__name__} ({path}), whose means are those of {samples}'
-                " so that results would depend on the number of processes; use LayerNorm, or one process"
+                f'model.name = "{name}" has a {type(module).__name__} ({path}), whose means leave out samples of other'
+                " processes, or take in padding, and depend on their number; use LayerNorm, or one process"
             )
 
 

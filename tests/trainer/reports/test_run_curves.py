@@ -41,8 +41,7 @@ def test_steps_are_placed_between_the_ends_of_epochs(tmp_path: Path) -> None:
     steps, losses = run.series("loss")
     assert losses.tolist() == [1 / step for step in range(1, 10)]
     assert run.epochs_of(steps) == pytest.approx(steps / 3)
-    clip_steps, shares = run.clip_series("clipped_share")
-    assert (clip_steps.tolist(), shares.tolist()) == (steps.tolist(), (steps / 100).tolist())
+    assert [line["clipped_share"] for line in run.clips] == (steps / 100).tolist()
     epochs, aucs = run.by_epoch("auc")
     assert (epochs.tolist(), aucs.tolist()) == ([1, 2], [0.8, 0.79])
     assert run.by_epoch("calibration")[0].size == run.by_epoch("validation_auc")[0].size == 0

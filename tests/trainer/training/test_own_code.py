@@ -133,8 +133,8 @@ def test_two_files_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None
     refused(rf"code/my_network.py is imported, but {tmp_path}/my_network.py exists too", load_config, config)
 
 
-@pytest.mark.parametrize(("kind", "samples"), [("BatchNorm1d", "the samples of one"), ("SyncBatchNorm", "all samples")])
-def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path, kind: str, samples: str) -> None:
+@pytest.mark.parametrize("kind", ["BatchNorm1d", "SyncBatchNorm"])
+def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path, kind: str) -> None:
     """Online runs show that its means are exported."""
     file, config = tmp_path / f"my_{kind}.py", tmp_path / "run.toml"
     write_network(file, "self.norm(x.flat)[:, 0]")
@@ -142,4 +142,4 @@ def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path, kin
     config.write_text(f'[model]\nname = "{file.stem}:Net"\n[train]\nbatch_size = 64\nepochs = 1\ndevice = "cpu"\n')
     given, two = with_defaults(load_config(config), 200), Process(0, 2, 2, True, torch.device("cpu"))
     plan = RunPlan.of(given, Schema.load(folder / "data"), two)
-    refused(rf"has a {kind} .*norm., whose means are those of {samples}", unsharded_task, plan)
+    refused(rf"has a {kind} .*norm., whose means leave out samples of other processes, or", unsharded_task, plan)
