@@ -48,7 +48,13 @@ NESTED = "[" * 995 + "]" * 995
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """A run and its export, and a run of one more epoch and its export."""
+    """A run and its export."""
+    return served_folder()
+
+
+@functools.cache
+def with_longer_run() -> Path:
+    """The same folder, with a run of one more epoch and its export."""
     folder = served_folder()
     run(folder, folder / "longer")
     export_run(folder / "longer", folder / "longer-export")
@@ -473,11 +479,12 @@ def answers_as(server: Client, folder: Path, name: str, version: int) -> None:
     np.testing.assert_allclose(answer["probabilities"], predictions(folder, name), atol=1e-6)
 
 
-def test_published_versions_are_served(folder: Path, tmp_path: Path) -> None:
+def test_published_versions_are_served(tmp_path: Path) -> None:
     """Covers a directory that is created later, and a server that was killed and restarted.
 
     The server is ready from the first version on, and no longer when that is too old.
     """
+    folder = with_longer_run()
     target = tmp_path / "published"
     with serving(folder / "export", "--follow", str(target), status="waiting") as server:
         assert server.ask("GET", "/livez")[0] == 200
@@ -513,11 +520,12 @@ def test_published_versions_are_served(folder: Path, tmp_path: Path) -> None:
         answers_as(server, folder, "run", back)
 
 
-def test_a_target_that_fails_only_delays_versions(folder: Path, tmp_path: Path) -> None:
+def test_a_target_that_fails_only_delays_versions(tmp_path: Path) -> None:
     """Redis is killed and restarted, empty: the last applied version is served, and later ones are applied.
 
     Its password is neither shown nor logged.
     """
+    folder = with_longer_run()
     with (
         redis_server(tmp_path / "redis", password="hush-hush") as redis,
         serving(folder / "export", "--follow", redis.url, status="waiting") as server,
@@ -546,8 +554,9 @@ def test_a_target_that_fails_only_delays_versions(folder: Path, tmp_path: Path) 
         assert "hush" not in printed
 
 
-def test_servers_go_back_to_a_version_that_is_published_again(cowrec: Cowrec, folder: Path, tmp_path: Path) -> None:
+def test_servers_go_back_to_a_version_that_is_published_again(cowrec: Cowrec, tmp_path: Path) -> None:
     """A running server goes on with the trainer's next version."""
+    folder = with_longer_run()
     target = tmp_path / "published"
     good, bad = everything(folder / "export", 5), everything(folder / "longer-export", 10)
     with serving(folder / "export", "--follow", str(target), status="waiting") as server:
@@ -572,7 +581,8 @@ def test_servers_go_back_to_a_version_that_is_published_again(cowrec: Cowrec, fo
     assert (code, "choose one of 3 to 4" in error) == (2, True)
 
 
-def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_version_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = with_longer_run()
     target = tmp_path / "published"
     whole = everything(folder / "longer-export", 10)
     wrong = Change(10, None, {"street": next(iter(whole.tables.values()))}, {})
@@ -595,8 +605,9 @@ def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> 
         assert server.ask("GET", "/readyz")[0] == server.ask("GET", "/metrics")[0] == 200
 
 
-def test_a_target_that_hangs_is_reported_and_abandoned(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_target_that_hangs_is_reported_and_abandoned(tmp_path: Path, monkeypatch: Any) -> None:
     """Whoever opens a FIFO without a writer blocks, as on a network file system that hangs."""
+    folder = with_longer_run()
     monkeypatch.setattr("cowrec.trainer.publishing.follower.DEADLINE", 0.1)
     target = tmp_path / "published"
     with Publisher(open_target(str(target), publishing=True)) as publisher:
