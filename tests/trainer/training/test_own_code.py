@@ -43,12 +43,12 @@ def write_example(folder: Path) -> Path:
 @pytest.fixture(autouse=True)
 def new_process() -> Iterator[None]:
     """Forgets the modules and folders that a test has imported, as if each were a process of its own."""
-    path, modules = list(sys.path), set(sys.modules)
+    path, modules = list(sys.path), dict(sys.modules)
     yield
     sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        if name.startswith("my_"):
-            del sys.modules[name]
+    for name in [each for each in sys.modules if each.startswith("my_")]:
+        del sys.modules[name]
+    sys.modules.update({name: module for name, module in modules.items() if name.startswith("my_")})
 
 
 def forget() -> None:
@@ -58,6 +58,8 @@ def forget() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made anew, with another example, where tests of other files run in between."""
+    forget()
     folder = tmp_path_factory.mktemp("own")
     make_data(folder)
     train(load_config(write_example(folder / "code")), folder / "data", folder / "run")
