@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,13 @@ CASES = {
     "half outputs": small_problem(optimizer="half"),
     "half outputs under adam": small_problem(optimizer="half lazy"),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_scaler_is_left() -> Iterator[None]:
+    """Attached tables warn of every scaler in the process, those in cycles of finished tests included."""
+    yield
+    gc.collect()
 
 
 def model_of(case: Problem) -> nn.Module:
