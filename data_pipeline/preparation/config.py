@@ -131,9 +131,8 @@ class PrepareConfig:
 
 def prepared_with(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of `[prepare]` in the settings of a data set, with those that None means."""
-    layout = (settings.get("layout") or {}).get("name", "tabular")
-    meant = dict[str, Any](on_bad_row="error", validation_fraction=0.0, validation_rows=0)
-    meant["test_fraction"] = DEFAULT_TEST_FRACTION.get(layout)
+    fraction = DEFAULT_TEST_FRACTION.get((settings.get("layout") or {}).get("name", "tabular"))
+    meant = dict[str, Any](on_bad_row="error", test_fraction=fraction, validation_fraction=0.0, validation_rows=0)
     return {key: meant.get(key) if value is None else value for key, value in settings.get("prepare", {}).items()}
 
 

@@ -78,7 +78,7 @@ def gpu() -> str:
 def about(device: str) -> dict[str, Any]:
     """Returns what every line of the results has: the device, its driver, the commit, and versions."""
     query = ["nvidia-smi", "--query-gpu=driver_version,memory.total,power.limit", "--format=csv"]
-    changed = output_of(["git", "status", "--porcelain", "--untracked-files=no"])
+    changed = output_of(["git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=no"])
     commit = output_of(["git", "rev-parse", "HEAD"])
     return {
         "device": device,

@@ -40,10 +40,10 @@ def _cpu_name() -> str:
 
 def _git_commit() -> str | None:
     """Commit of the running source, with "+" if files differ from it; None outside a checkout."""
-    here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
+        command = ["git", "--no-optional-locks", *arguments]  # whose lock would outlast a kill
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     try:

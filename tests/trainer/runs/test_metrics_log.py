@@ -1,7 +1,9 @@
-"""Metrics of a run in files of limited size, and in MLflow and Weights & Biases, which may fail or not answer."""
+"""Metrics of a run, in files of limited size, MLflow and Weights & Biases, which may fail; its commit."""
 
 import json
 import logging
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cowrec.trainer.reports.run_curves import RunCurves
-from cowrec.trainer.runs import trackers
+from cowrec.trainer.runs import provenance, trackers
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.trackers import TrackedRun, Tracking, without_secrets
 from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
@@ -231,3 +233,20 @@ def test_metrics_keep_to_their_size_and_a_resumed_run_continues_them(tmp_path: P
     found = steps(tmp_path)
     assert found == list(range(found[0], 521))
     assert found[0] <= 500
+
+
+def test_the_commit_is_read_without_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """git status refreshes the index otherwise, and a run that is killed meanwhile leaves its lock behind."""
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "code.py"))
+    assert provenance._git_commit() is None
+    (tmp_path / "code.py").touch()
+    for command in ("init", "add .", "-c user.name=a -c user.email=a@b commit -m first"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    os.utime(tmp_path / "code.py", (0, 0))
+    index = (tmp_path / ".git" / "index").read_bytes()
+    (head,) = (tmp_path / ".git" / "refs" / "heads").iterdir()
+    commit = head.read_text().strip()
+    assert provenance._git_commit() == commit
+    assert (tmp_path / ".git" / "index").read_bytes() == index
+    (tmp_path / "code.py").write_text("changed")
+    assert provenance._git_commit() == commit + "+"
