@@ -65,6 +65,7 @@ def process_group(rank: int, world_size: int, folder: str, backend: str = "gloo"
     store = dist.HashStore() if world_size == 1 else dist.FileStore(f"{folder}/store", world_size)
     wait = timedelta(seconds=SECONDS_TO_WAIT)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
+    dist.barrier()  # a process that ended soon would close connections that others still make
     try:
         yield
     finally:

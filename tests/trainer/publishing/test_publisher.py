@@ -320,8 +320,8 @@ def publish_step(out: Publisher, step: int, weights: int = 1) -> None:
 def test_one_name_has_one_publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease is renewed without publications too, given back at the end, and ends with a killed publisher. One that
     hung beyond its lease cannot write among the versions of the next."""
-    monkeypatch.setattr("cowrec.trainer.publishing.target.LEASE", 2.0)
-    monkeypatch.setattr("cowrec.trainer.publishing.publisher.LEASE", 2.0)
+    monkeypatch.setattr("cowrec.trainer.publishing.target.LEASE", 6.0)
+    monkeypatch.setattr("cowrec.trainer.publishing.publisher.LEASE", 6.0)
     with redis_server(tmp_path) as server:
         with publisher(server.url, compact_after=1) as first:
             publish_step(first, 1)
