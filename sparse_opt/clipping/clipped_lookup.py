@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cowrec.sparse_opt.kernels.layout import LookupBackward
-from cowrec.sparse_opt.tbe.column_shards import ColumnShards, Groups
+from cowrec.sparse_opt.tbe.column_shards import ColumnShards, Groups, column_partners
 from cowrec.sparse_opt.tbe.lookup import BagsOfLookup, TbeLookup, layout_of
 
 from .row_backends import NumbaRows, RowBackend, TorchRows, TritonRows
@@ -30,7 +30,7 @@ class ClippedLookup:
         accumulation: its backward passes that wait for others of their step.
         limits: limits of its tables.
         statistics: clip statistics.
-        column_groups: process groups of column shards.
+        column_partners: process groups in which the ranks with columns of its rows agree; see :func:`column_partners`.
         latest_backward: torch's number of the latest ``backward()`` that reached it; -1 before the first.
         in_torch: work on its rows in torch, which every lookup can do.
         rows: the back end.
@@ -52,9 +52,9 @@ class ClippedLookup:
         self.accumulation = Accumulation(self.bags)
         self.limits = TableLimits(lookup, rules, clip_columns)
         self.statistics = ClipStatistics(lookup)
-        self.latest_backward, self.column_groups = -1, groups or {}
+        self.latest_backward, self.column_partners = -1, column_partners(lookup, groups or {})
         adds_up = rules.scope == "row" and self.limits.clipped_column_shards
-        columns = ColumnShards(lookup, self.layout, self.column_groups, adds_up) if adds_up else None
+        columns = ColumnShards(lookup, self.layout, groups or {}, adds_up) if adds_up else None
         kernels = TritonRows if weights.is_cuda else NumbaRows
         device: RowBackend = kernels(lookup, self.layout, self.limits, self.statistics)
         self.in_torch = TorchRows(lookup, self.layout, self.limits, self.statistics, columns, device)

@@ -19,7 +19,6 @@ from torch.amp import GradScaler
 
 from cowrec.sparse_opt.kernels.layout import LookupBackward, LookupBags, LookupIds
 from cowrec.sparse_opt.kernels.torch_rows import parts_of_positions
-from cowrec.sparse_opt.tbe.column_shards import on_all_columns
 from cowrec.sparse_opt.tbe.discovery import grad_scalers_in_use, leave_ddp, lookup_modules, sharded_collections
 from cowrec.sparse_opt.tbe.lookup import ShardedCollection
 
@@ -329,12 +328,12 @@ class LossScale:
         scale = self._scaler.scale(torch.ones((), dtype=torch.float32, device=grad.device))
         assert isinstance(scale, Tensor)
         factor, finite = scale.double().reciprocal().float(), grad.isfinite().all()
-        if clipped.in_torch.waits_for_ranks:  # they take one step together
-            on_all = finite.int()
-            dist.all_reduce(on_all, dist.ReduceOp.MIN, group=clipped.lookup.process_group)
-            finite = on_all.bool()
-        elif clipped.column_groups:  # a row's columns move together, without a limit too
-            finite = on_all_columns(finite, clipped.lookup, clipped.column_groups)
+        # Ranks that wait for each other take one step together; a row's columns move together, without a limit too.
+        together = [clipped.lookup.process_group] if clipped.in_torch.waits_for_ranks else clipped.column_partners
+        on_all = finite.int()
+        for group in together:
+            dist.all_reduce(on_all, dist.ReduceOp.MIN, group=group)
+        finite = on_all.bool()
         scaled = torch.where(finite, grad, 0)
         return Unscaled(replace(backward, output_grad=scaled.float() * factor), scaled, factor, finite)
 

@@ -62,16 +62,11 @@ def copy_from_first_shards(
             values.copy_(first)
 
 
-def on_all_columns(flag: Tensor, lookup: TbeLookup, groups: Groups) -> Tensor:
-    """True where it is on all ranks with columns of a lookup's rows, however many tables link them; bool [].
-
-    These ranks must call together.
-    """
-    agreed, partners = flag.int(), {tuple(sorted(set(shard.column_ranks))) for shard in lookup.shards}
-    for _ in range(1 if lookup.has_equal_partners else dist.get_world_size()):
-        for ranks in sorted(partners & groups.keys()):
-            dist.all_reduce(agreed, dist.ReduceOp.MIN, group=groups[ranks])
-    return agreed.bool()
+def column_partners(lookup: TbeLookup, groups: Groups) -> list[dist.ProcessGroup]:
+    """Groups over which a lookup's rank reduces one after the other what is to be equal on all ranks with columns of
+    its rows, however many tables link them."""
+    partners = {tuple(sorted(set(shard.column_ranks))) for shard in lookup.shards} & groups.keys()
+    return [groups[ranks] for ranks in sorted(partners)] * (1 if lookup.has_equal_partners else dist.get_world_size())
 
 
 class ColumnShards:

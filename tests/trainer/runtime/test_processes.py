@@ -28,8 +28,8 @@ def _join_three_groups(rank: int, port: int, of_torchrun: bool, machines: int) -
         "TORCHELASTIC_USE_AGENT_STORE": str(of_torchrun),
         "TORCHELASTIC_RESTART_COUNT": str(rank if machines == 2 else 3),
     }
-    for _ in range(3):
-        with process_group("cpu", 60):
+    for timeout in (60, 120, 60):  # of train, and that of evaluate
+        with process_group("cpu", timeout):
             total = torch.tensor(rank + 1)
             dist.all_reduce(total)
             assert total == 3
