@@ -22,7 +22,7 @@ import torch
 from cowrec.data_pipeline import Reader, prepare
 from cowrec.data_pipeline.parallel import available_cores
 from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
+from cowrec.trainer.runtime.subprocess_call import Subprocess
 
 BATCH_SIZE = 8192
 PASSES = ("survey", "fit", "write")
@@ -46,9 +46,11 @@ def main() -> None:
 
 def measured(raw: Path, data: Path, seconds: float) -> Iterator[dict[str, Any]]:
     """Yields the lines of one raw file: prepare, then the reader, streaming and resident."""
-    yield {"what": "prepare", "raw": raw.name, **run_in_subprocess(time_prepare, raw, data)}
-    for resident in (False, True):
-        yield {"what": "read", "raw": raw.name, **run_in_subprocess(time_reader, data, resident, seconds)}
+    with Subprocess() as process:  # a new one for each measurement, which starts with no memory used
+        yield {"what": "prepare", "raw": raw.name, **process.call(time_prepare, raw, data)}
+        for resident in (False, True):
+            process.close()
+            yield {"what": "read", "raw": raw.name, **process.call(time_reader, data, resident, seconds)}
 
 
 def time_prepare(raw: Path, data: Path) -> dict[str, Any]:

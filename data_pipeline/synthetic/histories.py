@@ -13,7 +13,7 @@ R samples, L items of the longest history.
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -104,7 +104,10 @@ class HistoryConfig:
         return intercept_for(self._drawn(PILOT, 0, PILOT_ROWS)[2], self.ctr)
 
     def draw(self, first: int, rows: int) -> tuple[pa.Table, Draw]:
-        """Draws the raw samples of the block that begins with sample `first`."""
+        """Draws the raw samples of the block that begins with sample `first`, in time order.
+
+        Columns: sample_id, time (Unix seconds), label, item (text), history (lists of text), true_logit.
+        """
         items, histories, logits, uniforms = self._drawn(SAMPLES, first, rows)
         logits += self.intercept
         times = START + SECONDS * np.arange(first, first + rows)
@@ -167,16 +170,6 @@ def synthesize_histories(
         "test": (test_rows, partial(_encoded, config, config.rows)),
     }
     return write_splits(output, config.schema, splits, SHARD_ROWS, overwrite=overwrite, progress=progress)
-
-
-def history_tables(config: HistoryConfig, first: int, rows: int, chunk_rows: int = SHARD_ROWS) -> Iterator[pa.Table]:
-    """Yields raw samples [first, first + rows) in time order.
-
-    Columns: sample_id, time (Unix seconds), label, item (text), history (lists of text), true_logit. The samples of a
-    chunk depend on where it begins.
-    """
-    for start in range(first, first + rows, chunk_rows):
-        yield config.draw(start, min(chunk_rows, first + rows - start))[0]
 
 
 def _encoded(config: HistoryConfig, start: int, first: int, rows: int) -> tuple[pa.Table, Draw]:

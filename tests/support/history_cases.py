@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
-from cowrec.data_pipeline.synthetic.histories import HistoryConfig, history_tables
+from cowrec.data_pipeline.synthetic.histories import HistoryConfig
 from cowrec.models import MODELS
 
 OF_HISTORIES = ("din", "bst", "hstu")
@@ -111,7 +111,7 @@ def make_histories(folder: Path, histories: HistoryConfig = HISTORIES, *, raw_id
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(RUN)
     (folder / "columns.toml").write_text(COLUMNS + AGES * raw_ids)
-    (table,) = history_tables(histories, 0, histories.rows)
+    table, _ = histories.draw(0, histories.rows)
     pq.write_table(with_categories(table), folder / "raw.parquet")
     config = PrepareConfig(split="order", test_rows=101, raw_ids=raw_ids, dense="none")
     return prepare("tabular", [folder / "raw.parquet"], folder / "data", config, schema_file=folder / "columns.toml")

@@ -32,13 +32,13 @@ def start(process):
 multiprocessing.process.BaseProcess.start = start
 sys.addaudithook(lambda event, _: methods.append(event) if event in ("os.fork", "os.forkpty") else None)
 
-from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
+from cowrec.trainer.runtime.subprocess_call import Subprocess
 
 for name in sys.argv[1:]:
     module = __import__(name, fromlist=["*"])
     function = next(each for each in vars(module).values() if getattr(each, "__module__", "") == name)
-    with contextlib.suppress(InterruptedError, AssertionError):  # a process that has not started cannot be joined
-        run_in_subprocess(function)
+    with contextlib.suppress(InterruptedError, AssertionError), Subprocess() as process:
+        process.call(function)  # what has not started cannot be joined
 print(json.dumps([methods, asked]))
 """
 

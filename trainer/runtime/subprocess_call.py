@@ -18,23 +18,11 @@ Result = TypeVar("Result")
 _SECONDS_TO_END = 30
 
 
-def run_in_subprocess(function: Callable[..., Result], *arguments: Any, timeout: float | None = None) -> Result:
-    """Calls ``function(*arguments)``, a function of a module, in a subprocess that ends with the call or this process.
-
-    Args:
-        timeout: seconds after which the subprocess is killed; by default never.
-
-    Raises:
-        ProcessFailed: the function raised an error, or the subprocess was killed.
-    """
-    with Subprocess() as process:
-        return process.call(function, *arguments, timeout=timeout)
-
-
 class Subprocess:
     """A subprocess that runs one call after the other, without a new start and new imports for each.
 
     A call that fails also ends the process, whose memory or GPU may be in any state; the next call starts a new one.
+    The process ends with this one, even if this one is killed.
     """
 
     def __init__(self) -> None:
@@ -47,23 +35,25 @@ class Subprocess:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def call(self, function: Callable[..., Result], *arguments: Any, timeout: float | None = None) -> Result:
-        """Calls ``function(*arguments)``; see :func:`run_in_subprocess`."""
-        (result,) = self._results(function, arguments, timeout)
+    def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Calls ``function(*arguments)``, a function of a module.
+
+        Raises:
+            ProcessFailed: the function raised an error, or the process was killed.
+        """
+        (result,) = self._results(function, arguments)
         return cast("Result", result)
 
     def each(self, function: Callable[..., Iterator[Result]], *arguments: Any) -> Iterator[Result]:
         """Yields what ``function(*arguments)``, a generator, yields, as soon as it does; raises as :meth:`call`."""
-        yield from self._results(function, arguments, None)
+        yield from self._results(function, arguments)
 
-    def _results(self, function: Callable[..., Any], arguments: Any, timeout: float | None) -> Iterator[Any]:
+    def _results(self, function: Callable[..., Any], arguments: Any) -> Iterator[Any]:
         if self._process is None:
             self._start(function.__module__)
         try:
             self._connection.send((function, arguments))
             while True:
-                if not self._connection.poll(timeout):
-                    raise ProcessFailed(f"the process was killed after {timeout:.0f} s")
                 error, results = self._connection.recv()
                 if results is None:
                     break

@@ -12,7 +12,7 @@ from sklearn.metrics import roc_auc_score
 
 from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.dataset.shards import load_shards
-from cowrec.data_pipeline.synthetic.histories import HistoryConfig, history_tables, synthesize_histories
+from cowrec.data_pipeline.synthetic.histories import HistoryConfig, synthesize_histories
 
 CONFIG = HistoryConfig(rows=3000, items=50, groups=5, max_length=6, half_life=2.0)
 
@@ -21,7 +21,7 @@ def test_logits_follow_the_model_and_the_best_auc_is_theirs(tmp_path) -> None:
     """Without effects of items, each history has the logit of a plain sum, up to one constant."""
     config = dataclasses.replace(CONFIG, item_effect=0.0, history_effect=1.5)
     schema = synthesize_histories(tmp_path / "data", config, test_rows=2000)
-    (train,), (test,) = history_tables(config, 0, 3000), history_tables(config, 3000, 2000)
+    train, test = config.draw(0, 3000)[0], config.draw(3000, 2000)[0]
     group = {f"item_{item}": item % 5 for item in range(50)}
     constants = set()
     for sample in train.slice(0, 300).to_pylist():
@@ -36,13 +36,13 @@ def test_logits_follow_the_model_and_the_best_auc_is_theirs(tmp_path) -> None:
 
 
 def test_a_shard_has_millions_of_ids() -> None:
-    (table,) = history_tables(HistoryConfig(max_length=500), 0, 11_000)
+    table, _ = HistoryConfig(max_length=500).draw(0, 11_000)
     assert len(table["history"].combine_chunks().values) > 2_700_000
 
 
 def test_samples_of_a_stream_are_those_of_the_data_set(tmp_path) -> None:
     schema = synthesize_histories(tmp_path / "data", CONFIG, test_rows=100)
-    (table,) = history_tables(CONFIG, 0, 3000)
+    table, _ = CONFIG.draw(0, 3000)
     expected = load_shards(tmp_path / "data", schema, "train", [0])
     codec = SampleCodec.load(tmp_path / "data")
     lines = [json.dumps(each).encode() for each in table.drop_columns(["true_logit"]).to_pylist()]

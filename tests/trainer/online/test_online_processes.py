@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
-from cowrec.data_pipeline.synthetic.histories import HistoryConfig, history_tables
+from cowrec.data_pipeline.synthetic.histories import HistoryConfig
 from history_cases import make_histories, with_categories
 from online_cases import CONFIG, DRIFT, assert_readers_equal_an_export, make_case, online_case, write_stream
 from run_comparison import assert_close, state_of, up_to_date
@@ -197,9 +197,8 @@ OF_HISTORIES += ["model.name=din", "id_table.expire_after=''", "id_table.capacit
 def test_histories_are_published_and_trained_by_processes_alike(tmp_path: Path) -> None:
     make_histories(tmp_path, HISTORIES, raw_ids=True)
     (tmp_path / "run.toml").write_text(CONFIG.replace("embedding_dims = { C1 = 9, C3 = 9 }", ""))
-    write_stream(
-        tmp_path / "in", [with_categories(each) for each in history_tables(HISTORIES, 0, 1003, chunk_rows=200)]
-    )
+    chunks = [HISTORIES.draw(first, min(200, 1003 - first))[0] for first in range(0, 1003, 200)]
+    write_stream(tmp_path / "in", [with_categories(each) for each in chunks])
     one, two = (
         {"folder": str(tmp_path), "source": str(tmp_path / "in"), "run_dir": str(tmp_path / name), "set": OF_HISTORIES}
         | {"publish": str(tmp_path / f"{name}_published")}

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +15,7 @@ import cowrec.trainer
 from cowrec.models import ModelConfig, require_model
 from cowrec.trainer.runtime.environment import PROCESS_SETTINGS
 from cowrec.trainer.runtime.errors import ProcessFailed
-from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
+from cowrec.trainer.runtime.subprocess_call import Subprocess
 
 ROOT = Path(__file__).resolve().parents[3]
 CLEAN = {key: value for key, value in os.environ.items() if key not in PROCESS_SETTINGS}
@@ -77,10 +76,11 @@ os.environ["GOMP_SPINCOUNT"] = "7"
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from cowrec.trainer.runtime.environment import prepare_process
 prepare_process()
-from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
+from cowrec.trainer.runtime.subprocess_call import Subprocess
 from test_environment import started_with
 if __name__ == "__main__":
-    print(json.dumps(run_in_subprocess(started_with)))
+    with Subprocess() as process:
+        print(json.dumps(process.call(started_with)))
 """
     assert json.loads(python(program)) == PROCESS_SETTINGS | {"GOMP_SPINCOUNT": "7"}
 
@@ -90,15 +90,14 @@ def look_up(key: str) -> int:
 
 
 def test_errors_and_ends_of_a_subprocess_are_errors() -> None:
-    assert run_in_subprocess(look_up, "a") == 1
-    with pytest.raises(ProcessFailed, match=r"^KeyError: 'b'$"):
-        run_in_subprocess(look_up, "b")
-    with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
-        run_in_subprocess(require_model, ModelConfig("deepfn"))
-    with pytest.raises(ProcessFailed, match="ended by signal 6"):
-        run_in_subprocess(os.abort)
-    with pytest.raises(ProcessFailed, match="killed after 1 s"):
-        run_in_subprocess(time.sleep, 60, timeout=1)
+    with Subprocess() as process:
+        assert process.call(look_up, "a") == 1
+        with pytest.raises(ProcessFailed, match=r"^KeyError: 'b'$"):
+            process.call(look_up, "b")
+        with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
+            process.call(require_model, ModelConfig("deepfn"))
+        with pytest.raises(ProcessFailed, match="ended by signal 6"):
+            process.call(os.abort)
 
 
 def test_with_a_gpu_subprocesses_are_not_forked_and_bugs_keep_their_traceback(
@@ -106,13 +105,14 @@ def test_with_a_gpu_subprocesses_are_not_forked_and_bugs_keep_their_traceback(
 ) -> None:
     """A process forked from the server would write where the server was started, perhaps in an earlier test."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ProcessFailed, match=r"^KeyError: 'b'$"):
-        run_in_subprocess(look_up, "b")
+    with Subprocess() as process, pytest.raises(ProcessFailed, match=r"^KeyError: 'b'$"):
+        process.call(look_up, "b")
     printed = capfd.readouterr().err
     assert "Traceback" in printed
     assert 'return {"a": 1}[key]' in printed
-    with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
-        run_in_subprocess(require_model, ModelConfig("deepfn"))
+    message = r"^ValueError: .*did you mean \"deepfm\""
+    with Subprocess() as process, pytest.raises(ProcessFailed, match=message):
+        process.call(require_model, ModelConfig("deepfn"))
     assert "Traceback" not in capfd.readouterr().err  # fbgemm 1.6 may print a warning
 
 
