@@ -13,10 +13,10 @@ depend on when and how often a row is read. Compiled by numba without the GIL, f
 """
 
 import numpy as np
-from numba import njit
 
 from cowrec.sparse_opt.algorithm.adam import AdamScalars
 
+from .compiled import compiled
 from .layout import DECAY_INTERVAL
 from .numba_rows import clip_factor, divide, load_row, prefetch_row, root, scalars_of_table, step_of_element, store_row
 
@@ -26,7 +26,7 @@ _ELEMENTS = 512
 _VECTOR = 16
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def stale_rows(tables, layout, bags, progress, keys, used):
     """Finds the distinct rows of the given tables' ids that are behind ``progress.step`` and have not decayed.
 
@@ -52,7 +52,7 @@ def stale_rows(tables, layout, bags, progress, keys, used):
     return -1
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def join_keys(keys, begins, used):
     """Moves the keys that :func:`stale_rows` wrote, from each ``begins[t]`` on, to the front; returns their number."""
     count = 0
@@ -63,7 +63,7 @@ def join_keys(keys, begins, used):
     return count
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def rows_of_keys(keys, layout):
     """:class:`StaleRows` of keys, as a tuple of arrays."""
     table, start, row = np.empty_like(keys), np.empty_like(keys), np.empty_like(keys)
@@ -75,14 +75,14 @@ def rows_of_keys(keys, layout):
     return table, start, row, last
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _scalars(schedule, t, lr_factor):
     """Scalars of step t + 1 for a table with this factor of the learning rate."""
     scalars = AdamScalars(schedule.step_sizes[t], schedule.denominator_scales[t], schedule.decays[t])
     return scalars_of_table(scalars, lr_factor)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _steps(w, m, v, count, first, end, lr_factor, schedule, constants):
     """Takes steps first + 1 .. end on the leading elements, a multiple of the vector's width, without a clip."""
     for t in range(first, end):
@@ -92,7 +92,7 @@ def _steps(w, m, v, count, first, end, lr_factor, schedule, constants):
             w[i], m[i], v[i] = step_of_element(w[i], m[i], v[i], gradient, constants, scalars, root, divide)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _steps_without_moments(w, v, count, first, end, lr_factor, schedule, constants):
     """Does what :func:`_steps` does, where all first moments are zero and there is no L2."""
     for t in range(first, end):
@@ -102,7 +102,7 @@ def _steps_without_moments(w, v, count, first, end, lr_factor, schedule, constan
             v[i] = constants.beta2 * v[i]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _all_zero(m, count):
     moving = False
     for i in range(count):
@@ -110,7 +110,7 @@ def _all_zero(m, count):
     return not moving
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _zero_decayed(w, m, count, twice_l2, step_size, lr_factor, thresholds):
     """Sets decayed ones of the leading elements to zero; without branches, so that it runs in vector registers."""
     lr = max(thresholds.lr, step_size) * lr_factor
@@ -120,7 +120,7 @@ def _zero_decayed(w, m, count, twice_l2, step_size, lr_factor, thresholds):
         w[i] = np.float32(0) if decayed & (twice_l2 > 0) else w[i]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _has_decayed(w, m, low, high, constants):
     """True if all elements of a row have decayed."""
     moving, shrinks = False, (constants.twice_l2 > 0) | (constants.weight_decay > 0)
@@ -129,7 +129,7 @@ def _has_decayed(w, m, low, high, constants):
     return not moving
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def replay_rows(part, parts, dim, lr_factor, rows, state, progress, schedule, constants, thresholds):
     """Takes the missed steps of rows' leading ``dim`` columns, where no absent row can exceed its clip limit.
 
@@ -192,7 +192,7 @@ def replay_rows(part, parts, dim, lr_factor, rows, state, progress, schedule, co
             last_step[rows.row[i]] = step
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def replay_clipped_rows(part, parts, dim, lr_factor, rows, state, progress, schedule, constants, thresholds, clips):
     """Does the work of :func:`replay_rows` row by row, where L2's gradient of an absent row may exceed its limit."""
     last_step, step = progress.last_step, progress.step

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from cowrec.sparse_opt.algorithm.adam import adam_element, ftrl_element, table_scalars
 
+from .compiled import compiled
 from .layout import Blocks, LookupBags, to_numpy
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -73,7 +74,7 @@ def bags_of(bags: LookupBags) -> Bags:
     return Bags(bags.indices.long().numpy(), offsets, offsets[blocks.first_bag[blocks.first_block]], blocks)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def distinct(ids, num_rows, first, rows, counts, slots):
     """Numbers the distinct ids, from ``first`` on, in the order of their first occurrence.
 
@@ -109,7 +110,7 @@ def distinct(ids, num_rows, first, rows, counts, slots):
     return -1, used
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def _add_to(sums, slot, dim, weight, grad, address):
     """Adds an output gradient to a row's; four columns at a time, which compile to one vector operation."""
     quads = dim // 4 * 4
@@ -120,7 +121,7 @@ def _add_to(sums, slot, dim, weight, grad, address):
         sums[slot, d] += weight * grad[address + d]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def sum_rows(tables, layout, bags, id_weights, grad):
     """Sums the output gradient, flat, over the occurrences of each distinct row of some tables.
 
@@ -164,7 +165,7 @@ def sum_rows(tables, layout, bags, id_weights, grad):
     return -1, DistinctRows(tops, rows, counts, slots, sums)
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def _norm(row, width):
     # Of float32 in float64, as row_norms in clip.py: the result does not depend on the order of the sum.
     total = 0.0
@@ -174,7 +175,7 @@ def _norm(row, width):
     return np.float32(np.sqrt(total))
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def clip_factor(weight, grad, count, clips, t):
     """Clip factor of a row of table ``t``, and its ratio ``||g|| / limit``. Source: limits_of_norms in clip.py."""
     limit = max(clips.r[t] * _norm(weight, clips.columns[t]), clips.floor[t])
@@ -208,7 +209,7 @@ def prefetch(typing_context, array, index):
     return types.void(array, types.intp), generate
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def prefetch_elements(flat, start, dim):
     """Requests a row of a flat array, which may be anywhere in memory, while earlier rows are computed."""
     for i in range(start, start + dim, _LINE):
@@ -216,7 +217,7 @@ def prefetch_elements(flat, start, dim):
     prefetch(flat, start + dim - 1)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def count_rows(ratios, begins, rows, clipped, bins, shift, first_bin):
     """Adds each table's distinct rows to ``rows``, those above their limits to ``clipped``, int64 [tables], and each
     row to the bin of its ratio, int64 [tables, bins]; see :func:`bins_of` in statistics.py.
@@ -238,7 +239,7 @@ def count_rows(ratios, begins, rows, clipped, bins, shift, first_bin):
     return values, tables
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def factors_of_ids(tables, distinct_rows, layout, bags, clips, ratios, weights, factors):
     """Writes the clip factor of every id of the given tables into ``factors`` [nnz]."""
     tops, rows, counts, slots, sums = distinct_rows
@@ -257,7 +258,7 @@ def factors_of_ids(tables, distinct_rows, layout, bags, clips, ratios, weights, 
         ratios.rows[t] = tops[k + 1] - tops[k]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def write_row_gradients(tables, distinct_rows, layout, bags, clips, ratios, weights, twice_l2, output_grad):
     """Writes each row's clipped gradient, L2 included, at its first id into ``output_grad``, flat, of zeros.
 
@@ -294,22 +295,22 @@ _ROWS = 32
 """Rows that are updated at a time; their buffers fit the first-level cache."""
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def root(value):
     return np.sqrt(value)
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def divide(numerator, denominator):
     return numerator / denominator
 
 
-step_of_element = njit(nogil=True, cache=True, inline="always")(adam_element)
-ftrl_of_element = njit(nogil=True, cache=True, inline="always")(ftrl_element)
-scalars_of_table = njit(nogil=True, cache=True, inline="always")(table_scalars)
+step_of_element = compiled(inline="always")(adam_element)
+ftrl_of_element = compiled(inline="always")(ftrl_element)
+scalars_of_table = compiled(inline="always")(table_scalars)
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def prefetch_row(state, start, dim):
     """Requests a row and its moments, which may be anywhere in memory, while earlier rows are computed."""
     prefetch_elements(state.weights, start, dim)
@@ -317,7 +318,7 @@ def prefetch_row(state, start, dim):
     prefetch_elements(state.exp_avg_sq, start, dim)
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def load_row(state, start, w, m, v, low, dim):
     """Copies a row and its moments to ``low`` in the buffers w, m and v."""
     for d in range(dim):
@@ -328,7 +329,7 @@ def load_row(state, start, w, m, v, low, dim):
         v[low + d] = state.exp_avg_sq[start + d]
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def store_row(w, m, v, low, state, start, dim):
     """Copies a row and its moments back."""
     for d in range(dim):
@@ -339,7 +340,7 @@ def store_row(w, m, v, low, state, start, dim):
         state.exp_avg_sq[start + d] = v[low + d]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def adam_rows(
     tables, distinct_rows, layout, bags, clips, ratios, state, constants, scalars, lr_factors, progress, columns, ftrl
 ):  # fmt: skip

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import tau
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from cowrec.sparse_opt.clipping.table_rules import require_known
 from cowrec.sparse_opt.id_tables.kernels.hashing import GOLDEN, mix
 from cowrec.sparse_opt.id_tables.tables import NewRows
+from cowrec.sparse_opt.kernels.compiled import compiled
 from cowrec.sparse_opt.tbe.discovery import (
     all_table_names,
     called_modules,
@@ -150,7 +150,7 @@ def initial_rows(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, column
     return out
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _draw(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, std: float, out: np.ndarray) -> None:
     unit = 1.0 / (1 << 24)
     for i in range(len(ids)):

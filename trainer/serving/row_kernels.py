@@ -11,6 +11,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from cowrec.sparse_opt.id_tables.kernels.hashing import id_hash
+from cowrec.sparse_opt.kernels.compiled import compiled
 
 EMPTY = -1
 _FIELD_SHIFT = 40
@@ -116,7 +117,7 @@ def base_row(slots, identifier, field, base, size):
     return base if row == NO_ROW else row
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def find(ids, fields, tables, found):
     """Writes the base's row of each id [V] of fields [V] to ``found`` [V], -1 if it has none.
 
@@ -133,7 +134,7 @@ def find(ids, fields, tables, found):
     return missing
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def write_rows(indices, stored, scale, store):
     """Copies stored rows [n, P], and for int8 their scales [n], to the rows with the indices [n]."""
     rows, scales = store.rows, store.scales
@@ -154,7 +155,7 @@ def _enter(slots, identifier, field, row):
     return fresh
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def insert(ids, fields, rows, slots):
     """Inserts ids [n] of fields [n] with their rows [n]; there must be enough empty slots. Returns how many it took."""
     taken = 0
@@ -163,7 +164,7 @@ def insert(ids, fields, rows, slots):
     return taken
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def overlay_ids(ids, fields, first, tables, slots):
     """Enters ids [n] of fields [n] in the slots of an overlay, with its rows from ``first`` on.
 
@@ -178,7 +179,7 @@ def overlay_ids(ids, fields, first, tables, slots):
             _enter(slots, numbered_row(ids[i], base, size), len(bases), first + i)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def rehash(old, slots):
     """Empties the slots and inserts every id of the old ones that has a row."""
     slots[:, 0] = 0
@@ -188,7 +189,7 @@ def rehash(old, slots):
             slots[slot_of(slots, old[i, 0], old[i, 1] >> _FIELD_SHIFT)] = old[i]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def copy_to_larger(old, new):
     """Copies an array into the first part of a larger one and writes zeros to the remainder, so that its pages exist.
 
@@ -198,7 +199,7 @@ def copy_to_larger(old, new):
     new[len(old) :] = 0
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def remove(ids, fields, slots, freed):
     """Removes ids [n] of fields [n]; returns how many were present, and writes their rows to ``freed`` [n]."""
     count = 0
@@ -247,7 +248,7 @@ def _look_up(slots, over_slots, identifier, field, fields, base, size):
     return row, unknown
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def gather(start, stop, ids, fields, tables, out):
     """Gathers the rows of single-valued fields for the samples from ``start`` to ``stop``.
 
@@ -273,7 +274,7 @@ def gather(start, stop, ids, fields, tables, out):
     return unknown
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def gather_bag(start, stop, bag, tables, out):
     """Pools the rows of a list field for the samples from ``start`` to ``stop``, into float32 out [B, F, P or more].
 

@@ -8,7 +8,8 @@ happens in a segment, in this order. Sizes: V ids, n of them with a segment.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from cowrec.sparse_opt.kernels.compiled import compiled
 
 from .hashing import id_hash, mix, segment_of
 from .memory import ADMIT_BY_COUNT, ADMIT_BY_DRAW, FREE, MAX_COUNT, RESERVED_ROWS
@@ -16,7 +17,7 @@ from .sketch import add_to_total, count_id, is_drawn
 from .slots import BLOCK, ensure_slots, enter_slot, find_block, free_row, segment_at, take_row, write_record
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def segments_of_ids(ids, splits, mapping, first_segment):
     """Segment of each id, int32 [V], numbered from ``first_segment``, -1 for ids that no table translates.
 
@@ -38,7 +39,7 @@ def segments_of_ids(ids, splits, mapping, first_segment):
     return segments, hashes, rows
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def sort_by_segment(splits, mapping, segments, hashes, count):
     """Sorts the ids by segment, stably.
 
@@ -73,12 +74,12 @@ _ROOM_BATCHES = 6
 _DIGIT = 12
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def is_expired(record, table, clock):
     return table.expire_after > 0 and np.int64(record.last_seen) + table.expire_after < clock.now
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def sweep(segment, clock):
     """Frees the expired ids among the next ``sweep_records`` records."""
     state = segment.state
@@ -91,7 +92,7 @@ def sweep(segment, clock):
             state.expired += 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def make_room(segment, wanted, clock):
     """Evicts the oldest (or least frequent, then oldest) ids where too few rows are free; ties by the lower row.
 
@@ -114,14 +115,14 @@ def make_room(segment, wanted, clock):
     state.evicted += count
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def _eviction_key(record, table, clock):
     """Order in which records are evicted, the smallest first; 48 bits."""
     by_count = table.least_frequent and not is_expired(record, table, clock)
     return (np.int64(record.count) << 32 if by_count else np.int64(0)) | np.int64(record.last_seen)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _eviction_limit(segment, count, clock):
     """Key of the ``count``-th resident record in eviction order, and how many records with that key are evicted.
 
@@ -161,7 +162,7 @@ class NewRowsOfSegments(NamedTuple):
     """First occurrence of each row's id, int64 [n]."""
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def find_segments(low, high, begins, occurrences, rows, memory, clock):
     """Looks up the ids of segments low..high-1; ``rows``, int64 [V], get 0 for ids that have none. Changes no table."""
     probes, found = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
@@ -178,7 +179,7 @@ def find_segments(low, high, begins, occurrences, rows, memory, clock):
                 rows[positions[k]] = location.first_row + row if valid else 0
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def assign_segments(low, high, begins, occurrences, rows, new_rows, memory, clock):
     """Takes the batch through segments low..high-1; fills ``rows``, int64 [V], and ``new_rows``."""
     longest = 0
@@ -209,7 +210,7 @@ def assign_segments(low, high, begins, occurrences, rows, new_rows, memory, cloc
             state.unknown += row < 0
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _update_residents(begin, end, occurrences, rows, segment, clock, absent, old_rows):
     """Writes the rows of resident ids and updates their records.
 
@@ -241,7 +242,7 @@ def _update_residents(begin, end, occurrences, rows, segment, clock, absent, old
     return count
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _find_candidates(absent, old_rows, occurrences, segment, clock, candidate_of, candidates):
     """Finds the distinct ids among absent occurrences, in the order of their first ones; returns their number."""
     positions, ids, times = occurrences.position, occurrences.ids, occurrences.times
@@ -277,7 +278,7 @@ def _find_candidates(absent, old_rows, occurrences, segment, clock, candidate_of
     return used
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _admit(candidates, occurrences, segment, clock):
     """Marks the candidates that get a new row as WANTED and frees expired rows of candidates that are not admitted.
 
@@ -310,7 +311,7 @@ def _admit(candidates, occurrences, segment, clock):
     return wanted
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _give_rows(candidates, wanted, occurrences, begin, new_rows, segment, clock):
     """Gives rows to the admitted candidates, in their order; returns how many got one."""
     positions, ids, features = occurrences.position, occurrences.ids, occurrences.feature
@@ -346,7 +347,7 @@ def _give_rows(candidates, wanted, occurrences, begin, new_rows, segment, clock)
     return given
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def collect_new_rows(begins, new_rows, occurrences, locations):
     """Table, row, id and number of the feature of all new rows, int64 [4, n], segment by segment."""
     result = np.empty((4, new_rows.counts.sum()), np.int64)

@@ -1,7 +1,8 @@
 """Hashes of ids, which determine an id's segment, slot and bucket; compiled by numba. They must never change."""
 
 import numpy as np
-from numba import njit
+
+from cowrec.sparse_opt.kernels.compiled import compiled
 
 from .memory import RESERVED_ROWS
 
@@ -10,7 +11,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def mix(state):
     """splitmix64's output function (Steele, Lea, Flood 2014): a bijection of the 64-bit integers."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -18,37 +19,37 @@ def mix(state):
     return state ^ (state >> np.uint64(31))
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def id_hash(id, feature):
     """Hash of an id and of its feature's number in the table, uint64; without a seed, so all tables have one layout."""
     return mix(np.uint64(id) + (np.uint64(feature) + np.uint64(1)) * GOLDEN)
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def scaled(bits, size):
     """32 bits scaled to an integer in [0, size)."""
     return np.int64((bits * np.uint64(size)) >> _32)
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def segment_of(hashed, segments):
     """Segment of its table that an id belongs to, from the upper half of its hash."""
     return scaled(hashed >> _32, segments)
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def home_slot(hashed, slots):
     """First slot to probe, from the lower half of the hash."""
     return scaled(hashed & _LOW, slots)
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def tag_of(hashed, row_bits):
     """Bits of the hash that a slot stores above the row."""
     return np.int64(hashed >> _32) & ((np.int64(1) << (32 - row_bits)) - 1)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def hashed_ids(ids: np.ndarray, feature: int) -> np.ndarray:
     """Hash of the ids of one feature, given its number in its table: uint64 [n] of int64 [n]. It must never change."""
     found = np.empty(len(ids), np.uint64)

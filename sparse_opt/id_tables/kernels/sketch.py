@@ -15,7 +15,8 @@ most, where N is the number of occurrences that the segment counted in the panes
 """
 
 import numpy as np
-from numba import njit
+
+from cowrec.sparse_opt.kernels.compiled import compiled
 
 from .hashing import mix, scaled
 from .memory import DEPTH, LINE, MAX_COUNT
@@ -23,13 +24,13 @@ from .memory import DEPTH, LINE, MAX_COUNT
 _ROW_KEY = np.uint64(0xD1B54A32D192ED03)
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def counters_per_line(panes):
     """Counters (of each pane) in a line; with panes its first 8 bytes store the pane's number."""
     return LINE if panes == 1 else LINE // panes - 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def count_id(segment, hashed, count, pane):
     """Adds ``count`` occurrences of an id to a segment's sketch and returns its new estimate.
 
@@ -58,7 +59,7 @@ def count_id(segment, hashed, count, pane):
     return estimate
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def _clear_old_panes(line, pane, panes, cells):
     """Clears a line's counters of panes that began since it was last written."""
     written = np.int64(cells[line]) | np.int64(cells[line + 1]) << 16
@@ -71,7 +72,7 @@ def _clear_old_panes(line, pane, panes, cells):
     cells[line + 1] = np.uint16(pane >> 16)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def add_to_total(state, count, pane, panes):
     """Adds to the occurrences that a segment counted in the current pane; clears old panes as the lines do."""
     for p in range(max(state.pane + 1, pane - panes + 1), pane + 1):
@@ -80,7 +81,7 @@ def add_to_total(state, count, pane, panes):
     state.counted[pane % panes] += count
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def is_drawn(hashed, count, threshold, clock):
     """Draws whether an id with so many occurrences in a batch is admitted; the same on every rank and replay."""
     bits = mix(mix(hashed ^ mix(np.uint64(clock.seed))) + np.uint64(clock.batch) * _ROW_KEY)

@@ -4,8 +4,8 @@ Compiled by numba without the GIL.
 """
 
 import numpy as np
-from numba import njit
 
+from cowrec.sparse_opt.kernels.compiled import compiled
 from cowrec.sparse_opt.kernels.numba_rows import prefetch
 
 from .hashing import home_slot, id_hash, tag_of
@@ -17,7 +17,7 @@ MIN_SLOTS = 16
 GROWTH = 1.25
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def segment_at(memory, s):
     """The ``s``-th segment of the rank."""
     location = memory.locations[s]
@@ -25,7 +25,7 @@ def segment_at(memory, s):
     return Segment(memory.states[s], location, table, memory.records, memory.slots, memory.cells)
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def _next_with_tag(slot, tag, first, count, row_bits, slots):
     """First slot from ``slot`` on that has the tag, or -1 where an empty one precedes it."""
     while True:
@@ -39,7 +39,7 @@ def _next_with_tag(slot, tag, first, count, row_bits, slots):
             slot = 0
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def find_block(low, high, occurrences, segment, probes, rows):
     """Looks up the occurrences low..high-1, at most BLOCK.
 
@@ -76,7 +76,7 @@ def find_block(low, high, occurrences, segment, probes, rows):
         rows[k - low] = row
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def enter_slot(segment, row, hashed):
     """Enters the row of an id that is absent; there must be an empty slot."""
     first, count, row_bits = segment.location.first_slot, segment.state.slots, segment.table.row_bits
@@ -89,7 +89,7 @@ def enter_slot(segment, row, hashed):
     slots[first + slot] = np.uint32(tag_of(hashed, row_bits) << row_bits | (row + 1))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def remove_slot(segment, row):
     """Empties the slot of a resident row; later ones of the cluster move back where their home slot allows it.
 
@@ -117,7 +117,7 @@ def remove_slot(segment, row):
     slots[first + hole] = 0
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _rebuild(segment, count):
     """Resizes the segment to ``count`` slots and enters every resident id from its record."""
     slots, records = segment.slots, segment.records
@@ -130,14 +130,14 @@ def _rebuild(segment, count):
             enter_slot(segment, row, id_hash(record.id, record.feature))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def rebuild_segments(memory):
     """Rebuilds the slots of all segments from their records."""
     for s in range(len(memory.states)):
         _rebuild(segment_at(memory, s), memory.states[s].slots)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def ensure_slots(segment, resident):
     """Grows the slots, by at least a quarter, where they are too few for so many resident ids."""
     slots = segment.state.slots
@@ -151,7 +151,7 @@ COOLDOWN = 4
 """Batches for which a freed row is not reused, because batches that refer to it may still be in the pipeline."""
 
 
-@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+@compiled(inline="always", error_model="numpy")
 def write_record(segment, row, id, feature, last_seen, count):
     record = segment.records[segment.location.first_record + row]
     record.id = id
@@ -160,7 +160,7 @@ def write_record(segment, row, id, feature, last_seen, count):
     record.count = np.uint16(min(count, MAX_COUNT))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def take_row(segment, batch):
     """Row for a new id: the first of the free ones if its cooldown is over, else one never used, else -1."""
     state = segment.state
@@ -177,7 +177,7 @@ def take_row(segment, batch):
     return -1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def free_row(segment, row, batch):
     """Removes a resident id and appends its row to the queue of free rows, where its cooldown begins."""
     state = segment.state
@@ -193,7 +193,7 @@ def free_row(segment, row, batch):
         state.fresh, state.fresh_batch = row, batch
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def rows_freed_in(batch, memory):
     """Table and row of all rows freed in the latest batch, int64 [2, n]; none is reused yet, as all are in cooldown."""
     count = 0

@@ -1,0 +1,48 @@
+"""Compiling of kernels by numba, kept on disk for as long as the sources of all kernels stay what they are."""
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+
+
+def compiled(**options: Any) -> Callable[[Any], Any]:
+    """``numba.njit`` without the GIL, whose result is kept on disk.
+
+    numba compiles a kernel again when its own file has changed, but not when a file has whose functions or constants
+    are compiled into it: after ``git pull`` in an editable installation, say, rows would be updated by the rule of
+    before, without a word. So what was kept under other sources is removed first.
+
+    Args:
+        options: of ``numba.njit``, beside ``nogil`` and ``cache``.
+    """
+
+    def decorate(function: Any) -> Any:
+        kernel = numba.njit(nogil=True, cache=True, **options)(function)
+        if kernel is not function:  # which it is under NUMBA_DISABLE_JIT
+            _remove_stale(Path(kernel.stats.cache_path))
+        return kernel
+
+    return decorate
+
+
+@cache
+def _remove_stale(folder: Path) -> None:
+    stamp, sources = folder / "sources.sha256", _sources()
+    if not stamp.exists() or stamp.read_text() != sources:
+        for kept in folder.glob("*.nb[ic]"):
+            kept.unlink(missing_ok=True)  # another process may remove it too
+        stamp.write_text(sources)
+
+
+@cache
+def _sources() -> str:
+    """Digest of the files from which kernels take functions, constants and layouts."""
+    root = Path(__file__).resolve().parents[1]
+    folders = root / "algorithm", root / "kernels", root / "id_tables" / "kernels"
+    return hashlib.sha256(
+        b"".join(file.read_bytes() for each in folders for file in sorted(each.glob("*.py")))
+    ).hexdigest()
