@@ -21,6 +21,10 @@ _PACKED_FOR = 256
 """Samples for which oneDNN chooses the order of a packed kernel; others can use it too."""
 _FEW_SAMPLES = 1024
 """Most samples for which a kernel's gradient is a product of transposed tensors: the copies would cost more."""
+BY_ONE_DNN = {torch.float32} if torch.backends.mkldnn.is_available() else set()
+"""Types of which oneDNN computes products on this processor: bfloat16 needs AVX-512."""
+if BY_ONE_DNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    BY_ONE_DNN.add(torch.bfloat16)
 
 
 def linear_relu(x: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = None) -> Tensor:
@@ -38,9 +42,9 @@ def linear_relu(x: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = 
     dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
     if uses_kernels(x):
         return _Layers.apply(_OnDevice, x.to(dtype), padded, None, *weights_and_biases)
-    by_one_dnn = kind == "cpu" and dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
     # Exported networks must run on any machine; recorded ones are for few samples, where torch's product is faster.
-    by_one_dnn = by_one_dnn and not (torch.compiler.is_exporting() or torch.jit.is_tracing())
+    recorded = torch.compiler.is_exporting() or torch.jit.is_tracing()
+    by_one_dnn = kind == "cpu" and dtype in BY_ONE_DNN and not recorded
     if by_one_dnn and not torch.is_inference_mode_enabled():
         return _Layers.apply(_OneDnn, x.to(dtype), None, None, *weights_and_biases)
     x, *parameters = [each.to(dtype) if autocast else each for each in (x, *weights_and_biases)]
@@ -88,7 +92,7 @@ class LinearRelu(nn.Linear):
 
     def pack(self) -> None:
         """Copies the kernel to the order in which oneDNN reads it, for inference on CPU; it must not change then."""
-        if torch.backends.mkldnn.is_available():
+        if BY_ONE_DNN:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _PACKED_FOR)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -41,6 +41,13 @@ def test_values_and_gradients_are_those_of_float64(samples, dtype):
     assert samples == 0 or 0 < side.mean() < 1
 
 
+def test_torch_computes_bfloat16_where_one_dnn_cannot(monkeypatch):
+    """oneDNN refuses such products on processors without AVX-512; torch's are as exact."""
+    monkeypatch.setattr("cowrec.models.linear_relu.BY_ONE_DNN", {torch.float32})
+    monkeypatch.setattr("cowrec.models.linear_relu._product", None)
+    test_values_and_gradients_are_those_of_float64(3, torch.bfloat16)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_layers_in_one_call_have_the_values_and_gradients_of_float64(autocast):
     """Gradients have the parameters' dtype under autocast too; the tolerance is the rounding of three layers."""

@@ -1,5 +1,6 @@
 """Construction of a run's sharded model and the optimizer of its tables from a data schema and a configuration."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from cowrec.data_pipeline import Schema
 from cowrec.models import build_model, loss_of
+from cowrec.models.linear_relu import BY_ONE_DNN
 from cowrec.sparse_opt import (
     AdamConfig,
     EmbeddingAdam,
@@ -37,6 +39,8 @@ from .run_plan import RunPlan, Scaled
 from .sharding import sharding_plan
 from .tables import by_table, fill_tables, require_tables
 from .task import MeanLoss, TrainTask
+
+_logger = logging.getLogger(__name__)
 
 
 def build_sharded(plan: RunPlan) -> DistributedModelParallel:
@@ -186,7 +190,7 @@ def fused_params(optimizer: OptimizerConfig, hyperparameters: Hyperparameters) -
 
 
 def set_product_precision(precision: str, device: torch.device) -> None:
-    """Allows or forbids TF32 in float32 matrix products on CUDA, for the whole process.
+    """Allows or forbids TF32 in float32 matrix products on CUDA, for the whole process; warns of slow ones on CPU.
 
     Raises:
         ValueError: precision "tf32" on another device.
@@ -196,6 +200,10 @@ def set_product_precision(precision: str, device: torch.device) -> None:
     elif precision == "tf32":
         raise ValueError(
             'train.precision = "tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"'
+        )
+    elif precision == "bfloat16" and torch.bfloat16 not in BY_ONE_DNN:
+        _logger.warning(
+            'train.precision = "bfloat16" is about ten times slower than "float32" on a processor without AVX-512'
         )
 
 

@@ -19,7 +19,7 @@ from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.trainer import RunConfig, load_config, train
 from cowrec.trainer.config.sections import ClipConfig, LrDecay, OptimizerConfig, ShardingConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process, process_group
-from cowrec.trainer.sharded_model.build import fused_params
+from cowrec.trainer.sharded_model.build import fused_params, set_product_precision
 from cowrec.trainer.sharded_model.run_plan import BatchRamp, RunPlan, Scaled, Schedule
 from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan
 from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
@@ -239,3 +239,11 @@ def test_tables_in_unified_memory(world_size: int, plan: Any) -> None:
 )
 def test_refuses(config: RunConfig, given: dict, message: str) -> None:
     refused(message, chosen_kinds, config, tables([40, 5, 1], **given), processes(4, machine=2))
+
+
+def test_bfloat16_without_avx512_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cowrec.trainer.sharded_model.build.BY_ONE_DNN", {torch.float32})
+    set_product_precision("bfloat16", torch.device("cpu"))
+    assert "about ten times" in caplog.text
