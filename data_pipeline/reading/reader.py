@@ -10,7 +10,7 @@ batches. Sizes: G samples of a global batch, W ranks.
 import copy
 import os
 from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -318,15 +318,43 @@ def resident_bytes(schema: Schema, split: str = "train") -> int:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Returns the free bytes of the GPU's or the machine's memory; None if the system does not report them."""
+    """Returns the free bytes of the GPU's memory, or of the machine's within the limits of this process's container.
+
+    None if the system does not report them.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            sizes = dict(line.split(":", 1) for line in file)
-        return int(sizes["MemAvailable"].split()[0]) * 1024
+        return min([_sizes(Path("/proc/meminfo"))["MemAvailable:"] * 1024, *bytes_within_limits()])
     except (OSError, KeyError, ValueError):
         return None
+
+
+def bytes_within_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Bytes that each memory limit of this process's control groups leaves, those of reclaimable file pages included.
+
+    A container may see only its own group, as the root. Source: the kernel's documents of cgroups 1 and 2.
+    """
+    left = []
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        limit, usage, pages = _GROUP_FILES_1 if controllers else _GROUP_FILES_2
+        folder = root.joinpath(*["memory"] * bool(controllers), path.lstrip("/"))
+        for each in (folder, *folder.parents):
+            with suppress(OSError, KeyError, ValueError):  # no such group, or no limit
+                most, used = (int((each / name).read_text(encoding="ascii")) for name in (limit, usage))
+                left.append(max(most - used + _sizes(each / "memory.stat")[pages], 0))
+    return left
+
+
+_GROUP_FILES_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_GROUP_FILES_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _sizes(file: Path) -> dict[str, int]:
+    return {line.split()[0]: int(line.split()[1]) for line in file.read_text(encoding="ascii").splitlines()}
 
 
 def _check_fits(schema: Schema, split: str, device: torch.device) -> None:

@@ -260,6 +260,32 @@ def test_a_split_that_does_not_fit_is_refused_with_both_sizes(numbered, monkeypa
     refused(message, Reader, numbered, "train", batch_size=9, resident=True)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_within_the_limits_of_a_container(tmp_path, version):
+    """A group without a limit has a number near 2^63 in version 1, "max" in 2; a container may not see its own path."""
+    memory = tmp_path / "root" / "memory" if version == 1 else tmp_path / "root"
+    if version == 1:
+        limit, usage, pages, most = (
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+            2**63 - 4096,
+        )
+    else:
+        limit, usage, pages, most = "memory.max", "memory.current", "inactive_file", "max"
+    unlimited = [2**63 - 4096 - 900] if version == 1 else []
+    for folder, at_most in ((memory, most), (memory / "pod", 5000), (memory / "pod" / "a", 9000)):
+        folder.mkdir(parents=True)
+        for name, value in ((limit, at_most), (usage, 1000), ("memory.stat", f"cache 7\n{pages} 100")):
+            (folder / name).write_text(f"{value}\n", encoding="ascii")
+    groups = tmp_path / "cgroup"
+    line = "4:memory,hugetlb:" if version == 1 else "0::"
+    for path, expected in (("/pod/a", [8100, 4100]), ("/pod", [4100]), ("/docker/elsewhere", [])):
+        groups.write_text(f"9:name=systemd:/\n{line}{path}\n", encoding="ascii")
+        assert reading.bytes_within_limits(groups, tmp_path / "root") == expected + unlimited
+    assert reading.bytes_within_limits(tmp_path / "absent") == []
+
+
 class ReadsOfTheDevice(TorchDispatchMode):
     """Counts operators whose result, or whose size of the result, the host takes from a tensor's values."""
 
