@@ -61,12 +61,14 @@ def predict(
     data: RunData,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", parser=parse_local, help="Parquet file to write; an existing one is replaced."),
+        typer.Option(
+            "--output", "-o", parser=parse_local, help="Parquet or .csv file to write; an existing one is replaced."
+        ),
     ],
     split: Annotated[str, typer.Option(help="Split to read: test, train, validation.")] = "test",
     checkpoint: Checkpoint = "",
 ) -> None:
-    """Writes the click probability of every sample, in order, to a Parquet file, column `prediction`.
+    """Writes the click probability of every sample, in order, to a Parquet or CSV file, column `prediction`.
 
     Of several labels the columns are `prediction_NAME`. Beside them are `sample_number`, the sample's number over all
     raw files (bad lines count, headers do not), the labels where they are known, and the columns that were kept by

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
+from pyarrow.csv import CSVWriter
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
@@ -84,7 +85,7 @@ def evaluate_run(
 
 
 def predict_run(run_dir: Place, data_dir: Place, output: Place, split: str = "test", *, checkpoint: str = "") -> int:
-    """Writes the click probability of each sample to a Parquet file, in the order of the samples.
+    """Writes the click probability of each sample to a Parquet or, by its name, CSV file, in the order of the samples.
 
     Its columns are ``sample_number`` int64, the sample's number over all raw files, where the data set has it; the
     labels, where they are known; the kept columns under their raw names, as text; and ``prediction`` float32, of
@@ -99,18 +100,24 @@ def predict_run(run_dir: Place, data_dir: Place, output: Place, split: str = "te
     if launched_world_size() > 1:
         raise ValueError("predict runs in one process; start it without torchrun")
     require_target(Path(output))
+    if (suffix := Path(output).suffix.lower()) in _OTHER_FORMATS:
+        raise ValueError(f"{output}: predictions are written as Parquet or CSV, not {suffix}; name it .parquet or .csv")
     data_dir = local_data(data_dir)
     with _saved_run(local_copy(run_dir, "run"), data_dir, split, checkpoint) as (state, reader, _):
         beside = _Beside(data_dir, split)
         labels = reader.schema.labels
         names = ["prediction"] if len(labels) == 1 else [f"prediction_{label}" for label in labels]
         schema = pa.schema([*beside.schema, *((name, pa.float32()) for name in names)])
-        with replacing(Path(output)) as file, pq.ParquetWriter(file, schema) as writer:
+        open_writer = CSVWriter if suffix == ".csv" else pq.ParquetWriter
+        with replacing(Path(output)) as file, open_writer(file, schema) as writer:
             for each in predictions(state, reader):
                 values = each.logits.sigmoid().float().cpu().reshape(len(each.logits), -1).numpy()
                 columns = [*beside.take(len(values)), *(pa.array(column) for column in values.T)]
                 writer.write_table(pa.table(columns, schema=schema))
         return reader.num_rows
+
+
+_OTHER_FORMATS = (".tsv", ".txt", ".json", ".jsonl", ".gz", ".zst", ".feather", ".arrow")
 
 
 class _Beside:

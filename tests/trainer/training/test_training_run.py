@@ -96,6 +96,10 @@ def test_predictions_join_their_source_whatever_was_skipped(folder: Path, tmp_pa
     found, without_bad = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("skipped", "all"))
     assert found.column_names == ["sample_number", "label", "user id", "kept_prediction", "prediction"]
     assert found["prediction"].equals(without_bad["prediction"])
+    predict(folder / "run", tmp_path / "skipped", tmp_path / "skipped.CSV")
+    types = pa.csv.ConvertOptions(column_types=dict(zip(found.column_names, found.schema.types, strict=True)))
+    assert pa.csv.read_csv(tmp_path / "skipped.CSV", convert_options=types).equals(found)
+    refused("written as Parquet or CSV", predict, folder / "run", tmp_path / "skipped", tmp_path / "skipped.json")
     options = pa.csv.ConvertOptions(include_columns=["click", "user id"], column_types={"click": pa.string()})
     source = pa.concat_tables([pa.csv.read_csv(tmp_path / f"{name}.csv", convert_options=options) for name in "ab"])
     source = source.append_column("sample_number", pa.array(range(60))).rename_columns({"user id": "user"})
