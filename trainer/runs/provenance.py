@@ -39,7 +39,10 @@ def _cpu_name() -> str:
 
 
 def _git_commit() -> str | None:
-    """Commit of the running source, with "+" if files differ from it; None outside a checkout."""
+    """Commit of the running source, with "+" if files differ from it; None outside a checkout of it.
+
+    An environment inside a user's own repository is no checkout: its commit says nothing about this source.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", *arguments]  # whose lock would outlast a kill
@@ -47,6 +50,7 @@ def _git_commit() -> str | None:
         return done.stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return None

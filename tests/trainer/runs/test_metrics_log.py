@@ -250,3 +250,8 @@ def test_the_commit_is_read_without_a_lock(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / ".git" / "index").read_bytes() == index
     (tmp_path / "code.py").write_text("changed")
     assert provenance._git_commit() == commit + "+"
+    installed = tmp_path / ".venv" / "lib" / "code.py"  # inside a user's own repository
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    monkeypatch.setattr(provenance, "__file__", str(installed))
+    assert provenance._git_commit() is None
