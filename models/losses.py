@@ -52,6 +52,9 @@ LOSSES: dict[str, Loss] = {"bce": bce, "focal": focal}
 def loss_of(name: str, options: Mapping[str, Any], tasks: int = 1) -> Loss:
     """The loss ``train.loss = name`` with ``train.loss_options``, checked on a few samples if it is the user's own.
 
+    Args:
+        tasks: number of labels; 0 where it is not known yet, and no sample is tried.
+
     Raises:
         ValueError: an unknown name or option, or a function that does not return the loss of each sample.
     """
@@ -63,7 +66,7 @@ def loss_of(name: str, options: Mapping[str, Any], tasks: int = 1) -> Loss:
         )
     given = checked_options(loss, options, "train.loss_options", f'train.loss = "{name}"', first=2)
     with_options: Loss = partial(loss, **given) if given else loss
-    if is_import_path(name):
+    if is_import_path(name) and tasks:
         _check(name, with_options, (3, tasks) if tasks > 1 else (3,))
     return with_options
 

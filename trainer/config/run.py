@@ -67,7 +67,7 @@ class RunConfig:
             if not isinstance(value := getattr(self, name), kind):
                 raise ValueError(f"RunConfig.{name} must be a {kind.__name__}, got {value!r}; {_TO_CHANGE}")
         require_model(self.model)
-        loss_of(self.train.loss, self.train.loss_options)
+        loss_of(self.train.loss, self.train.loss_options, tasks=0)
         if self.optimizer.embedding == "fbgemm_cowclip" and self.clip.rule != NoClip.name:
             raise ValueError(
                 f'optimizer.embedding = "fbgemm_cowclip" does its own clipping, not clip.rule = {self.clip.rule!r};'
