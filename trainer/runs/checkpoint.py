@@ -43,7 +43,7 @@ from .remote_run import MANIFEST, Files, RunPlace, checksums, rank_of
 from .run_dir import CHECKPOINTS
 
 FORMAT = 1
-_PREFIX, _PARTIAL = "step_", ".partial"
+_PREFIX, _PARTIAL, _REPLACED = "step_", ".partial", "replaced.partial"
 _LONGEST_SKEW = timedelta(minutes=30)
 """Longest wait of a process that has written its part for those that have not; see `Heartbeat.lost`."""
 _ABANDON_SECONDS = 10.0
@@ -106,8 +106,8 @@ def checkpoint_name(step: int) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints of a run, oldest first."""
-    return sorted(each for each in folder.glob(f"{_PREFIX}*") if each.suffix != _PARTIAL)
+    """Finished checkpoints of a run, oldest first, without copies of other names."""
+    return sorted(each for each in folder.glob(f"{_PREFIX}*") if each.name.removeprefix(_PREFIX).isdecimal())
 
 
 class Checkpoints:
@@ -142,11 +142,18 @@ class Checkpoints:
         self._failure: str | None = None
 
     def clean(self) -> None:
-        """Removes unfinished checkpoints of a killed process; call it while holding the run's folder."""
+        """Removes unfinished checkpoints of a killed process; call it while holding the run's folder.
+
+        One that had all but its final name, as the earlier one of its step had to go first, gets it.
+        """
 
         def remove() -> None:
             for partial in self.folder.glob(f"{_PREFIX}*{_PARTIAL}"):
-                shutil.rmtree(partial)
+                if _is_sealed(partial) and not partial.with_suffix("").exists():
+                    partial.rename(partial.with_suffix(""))
+                else:
+                    shutil.rmtree(partial)
+            shutil.rmtree(self.folder / _REPLACED, ignore_errors=True)
 
         on_first(self._process, remove)
 
@@ -305,21 +312,24 @@ def _seal(partial: Path, progress: Progress, about: dict[str, Any], keep: Checkp
     manifest["sha256"] = _own_checksum(manifest)
     write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
     final = partial.with_suffix("")
-    shutil.rmtree(final, ignore_errors=True)
+    if final.exists():
+        final.rename(final.parent / _REPLACED)
     partial.rename(final)
     sync_folder(final.parent)
-    _prune(final.parent, keep)
+    shutil.rmtree(final.parent / _REPLACED, ignore_errors=True)
+    _prune(final, progress, keep)
     return final
 
 
-def _prune(folder: Path, keep: CheckpointConfig) -> None:
-    """Removes all checkpoints but the newest ones and the one after the best epoch."""
-    found = list_checkpoints(folder)
+def _prune(newest: Path, progress: Progress, keep: CheckpointConfig) -> None:
+    """Removes all checkpoints before the one just written but the newest ones and the one after the best epoch.
+
+    Those of later steps are damaged ones, which the run did not continue from: they do not count.
+    """
+    found = [each for each in list_checkpoints(newest.parent) if each <= newest]
     kept = set(found[-keep.keep_last :])
-    if keep.keep_best != "none":
-        with suppress(ValueError):
-            best = best_epoch(Progress(**_manifest(found[-1])["progress"]).epochs, keep.keep_best)
-            kept |= {folder / checkpoint_name(best["step"])} if best else set()
+    best = best_epoch(progress.epochs, keep.keep_best) if keep.keep_best != "none" else None
+    kept |= {newest.parent / checkpoint_name(best["step"])} if best else set()
     for path in found:
         if path not in kept:
             shutil.rmtree(path)
@@ -341,6 +351,13 @@ def _manifest(path: Path) -> dict[str, Any]:
             f"{path} is of format {manifest['format']!r}, this cowrec reads {FORMAT}; use the version that wrote it"
         )
     return manifest
+
+
+def _is_sealed(path: Path) -> bool:
+    try:
+        return bool(_manifest(path))
+    except ValueError:
+        return False
 
 
 def _own_checksum(manifest: dict[str, Any]) -> str:
@@ -453,6 +470,7 @@ def choose_checkpoint(
     Raises:
         ValueError: there is no such checkpoint, or all are damaged.
     """
+    checkpoint = str(checkpoint)  # in Python, a step is a number
     if checkpoint not in ("", "latest", "best") and not checkpoint.isdecimal():
         raise ValueError(f'--checkpoint must be "latest", "best" or a step, got {checkpoint!r}')
     if checkpoint == "best" and keep_best == "none":
