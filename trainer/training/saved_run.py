@@ -1,5 +1,6 @@
 """Use of a saved run without its training data: evaluation, prediction, and the warm start of another run."""
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ def evaluate_run(
 
     Args:
         run_dir: folder of the run, a path or the URI of a folder in an object store.
-        by: sparse fields and kept columns to measure groups of samples by; entry ``by`` of the result has what
+        by: sparse fields and kept columns to measure groups of samples by, or one; entry ``by`` of the result has what
             :meth:`Segments.measure` returns for each.
         importance: also predict with the values of each field permuted, in one process, with all samples in memory;
             entry ``importance`` of the result has what :func:`field_importance` returns.
@@ -69,6 +70,7 @@ def evaluate_run(
         raise ValueError("the importance of fields is measured in one process; start it without torchrun")
     if top < 0:
         raise ValueError(f"the number of groups to list must be at least 0, got {top}")
+    by = [by] if isinstance(by, str) else by
     run_dir, data_dir = local_copy(run_dir, "run"), local_data(data_dir)
     with _saved_run(run_dir, data_dir, split, checkpoint) as (state, reader, progress):
         require_labels(reader.schema, split, data_dir)
@@ -167,7 +169,7 @@ def trained_state(
 
 
 def run_of(run_dir: Path) -> tuple[RunConfig, Schema]:
-    """Loads a run's configuration and data schema.
+    """Loads a run's configuration, as it works on this machine, and its data schema.
 
     Raises:
         ValueError: the folder is not a run, or its own network or loss cannot be imported.
@@ -177,7 +179,23 @@ def run_of(run_dir: Path) -> tuple[RunConfig, Schema]:
     code = load_code(run_dir)
     config = load_config(run_dir / CONFIG)
     warn_if_changed(code, run_dir)
-    return config, Schema.load(run_dir)
+    return config if torch.cuda.is_available() else _without_cuda(config), Schema.load(run_dir)
+
+
+def _without_cuda(config: RunConfig) -> RunConfig:
+    """Returns the configuration of a run, of which only the weights are used, for a machine without a GPU.
+
+    Weights are float32 whatever the products' precision is. The optimizer's state is not read.
+    """
+    train, optimizer = config.train, config.optimizer
+    precision = "float32" if train.precision == "tf32" else train.precision
+    embedding = "adagrad" if optimizer.embedding == "fbgemm_adam" else optimizer.embedding
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(train, device="cpu", precision=precision),
+        optimizer=dataclasses.replace(optimizer, embedding=embedding),
+        sharding=dataclasses.replace(config.sharding, memory="device"),
+    )
 
 
 @contextmanager
@@ -217,6 +235,10 @@ def warm_start(state: TrainState) -> None:
     source = Path(config.train.warm_start)
     earlier_config, earlier = run_of(source)
     _require_same_fields(source, earlier, schema)
+    # The precision is the process's, and stays that of this run.
+    train = dataclasses.replace(earlier_config.train, precision=config.train.precision)
+    sharding = dataclasses.replace(earlier_config.sharding, memory=config.sharding.memory)
+    earlier_config = dataclasses.replace(earlier_config, train=train, sharding=sharding)
     old, _ = trained_state(source, (earlier_config, earlier), process)
     specs, earlier_specs = state.plan.tables, old.plan.tables
     _require_same_tables(source, earlier_specs, specs)

@@ -1,11 +1,14 @@
 """Warm starts: ids that both runs have keep the weights of the earlier run, matched by their strings."""
 
+import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 import torch
 
 from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.trainer.export.export import export_run
 from cowrec.trainer.training.saved_run import evaluate_run
 from refusal import refused
 from trained_runs import run as run_of
@@ -83,3 +86,19 @@ def test_the_same_data_evaluate_equally_and_mismatches_are_refused(tmp_path: Pat
         refused(message, run, tmp_path, same, f"with_{setting}", f"train.warm_start={tmp_path}/{earlier}", setting)
     other = data(tmp_path / "b", "new", ["rome", "oslo"], COLUMNS.replace("numeric", "categorical"))
     refused(r"another network|has other fields", run, tmp_path, other, "fields", f"train.warm_start={tmp_path}/first")
+
+
+@pytest.mark.parametrize("change", ['train.precision = "tf32"', 'train.device = "cuda"', 'sharding.memory = "uvm"'])
+def test_a_run_of_a_gpu_is_used_on_cpu(tmp_path: Path, change: str) -> None:
+    """Weights are float32 whatever the products' precision was, and a new run keeps its own."""
+    prepared = data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"])
+    run(tmp_path, prepared, "first")
+    quality = evaluate_run(tmp_path / "first", prepared)
+    config = tmp_path / "first" / "config.toml"
+    section, key, value = re.fullmatch(r"(\w+)\.(\w+) = (.*)", change).groups()  # type: ignore[union-attr]
+    changed = re.sub(rf"(\[{section}\]\n(?:(?!\[).*\n)*?{key} = ).*", rf"\g<1>{value}", config.read_text())
+    assert changed != config.read_text()
+    config.write_text(changed)
+    assert evaluate_run(tmp_path / "first", prepared, checkpoint=quality["step"], by="city").items() >= quality.items()
+    export_run(tmp_path / "first", tmp_path / "export")
+    run(tmp_path, prepared, "second", f"train.warm_start={tmp_path}/first", "train.precision=bfloat16")
