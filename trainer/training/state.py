@@ -31,6 +31,7 @@ from cowrec.trainer.sharded_model.build import (
     adam_config,
     build_sharded,
     dense_parameters,
+    dense_tensors,
     embedding_optimizer,
     seed_process,
 )
@@ -119,6 +120,8 @@ class TrainState:
             replay_ahead=config.train.replay_ahead,
         )
         self.steps, self._passes = 0, 1
+        # Masks of -inf are not; read when the first checkpoint is due.
+        self._finite = {name: each.isfinite().all() for name, each in dense_tensors(self.model.module).items()}
         self._require_accumulable()
         self.environment = environment(process.device)
 
@@ -217,9 +220,11 @@ class TrainState:
             checkpoints.save(self._everything() | random_state(self._process), progress, about, write_files)
 
     def not_finite(self) -> str:
-        """Name of a weight or moment that is not finite; "" if all are finite. Reads all of them."""
+        """Name of a weight or moment that is not finite, and was at the start; "" if all are. Reads all of them."""
         with self._as_stored():
-            return not_finite(self._everything(), self._process)
+            state = self._everything()
+            state["model"] = {name: each for name, each in state["model"].items() if self._finite.get(name, True)}
+            return not_finite(state, self._process)
 
     def resume(self, checkpoints: Checkpoints) -> Progress | None:
         """Loads the newest intact checkpoint of the run in place; None where there is none.

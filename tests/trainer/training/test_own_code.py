@@ -24,7 +24,7 @@ from cowrec.trainer.sweep.runs import train_in
 from refusal import refused
 from run_comparison import assert_close, assert_same, state_of
 from trained_runs import metrics, predicted, report_of, write_network
-from trainer_cases import case_of, make_data, train_in_processes
+from trainer_cases import case_of, checkpoint, make_data, train_in_processes
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 
@@ -133,6 +133,20 @@ def test_two_files_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None
     load_config(folder / "code" / "my_run.toml")
     config = write_example(tmp_path)
     refused(rf"code/my_network.py is imported, but {tmp_path}/my_network.py exists too", load_config, config)
+
+
+def test_a_mask_of_minus_infinity_is_no_divergence(folder: Path, tmp_path: Path) -> None:
+    """A buffer that was not finite at the start; the same number elsewhere is a divergence."""
+    file, config = tmp_path / "my_mask.py", tmp_path / "run.toml"
+    write_network(file, "self.out(x.flat)[:, 0] + self.mask.clamp(-1)[0] + self.norm(x.flat)[:, 0] * 0")
+    mask = 'self.register_buffer("mask", torch.full((2,), -torch.inf))'
+    text = file.read_text().replace("from torch import nn", "import torch\nfrom torch import nn")
+    file.write_text(text.replace("        self.front,", f"        {mask}\n        self.front,"))
+    config.write_text(f'[model]\nname = "{file.stem}:Net"\n[train]\nbatch_size = 64\nepochs = 1\ndevice = "cpu"\n')
+    train(load_config(config), folder / "data", tmp_path / "run")
+    evaluate(tmp_path / "run", folder / "data")
+    state = checkpoint(tmp_path / "run")["model"]
+    assert state["model.mask"].isinf().all()
 
 
 @pytest.mark.parametrize("kind", ["BatchNorm1d", "SyncBatchNorm"])
