@@ -5,6 +5,7 @@ R samples, T tasks, U distinct scores.
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
@@ -172,6 +173,19 @@ def calibration_remark(values: Mapping[str, Any]) -> str | None:
     else:
         drift = f"AUC is not lower there: the click rate has changed lately, to {newest['ctr']:.4f}"
     return f"{found}. {drift}. Train on newer samples, or as they arrive (cowrec online)"
+
+
+def require_distinct_measures(labels: Sequence[str]) -> None:
+    """Raises ValueError if two measures of several labels would have one name, such as `auc_<label>`."""
+    own = [each.name for each in dataclasses.fields(Quality)]
+    of_labels = [f"{measure}_{label}" for label in labels for measure in own] if len(labels) > 1 else []
+    for name, count in Counter([*own, *of_labels]).items():
+        if count > 1:
+            taken = [label for label in labels if name.endswith(f"_{label}")]
+            raise ValueError(
+                f"the measure {name!r} of label {min(taken, key=len)!r} would have the name of another one; give the"
+                " label another name in the schema file, with the raw name as `column`, and prepare the data again"
+            )
 
 
 def measure_tasks(samples: Samples, labels: Sequence[str]) -> Quality:

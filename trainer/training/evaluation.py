@@ -8,7 +8,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cowrec.data_pipeline import Batch, Reader
-from cowrec.trainer.measures.quality import Quality, Samples, measure, measure_tasks
+from cowrec.trainer.measures.quality import Quality, Samples, measure, measure_tasks, require_distinct_measures
 from cowrec.trainer.measures.segments import THIRDS, id_count_thirds, newest_samples
 from cowrec.trainer.runtime.processes import from_first, gathered
 from cowrec.trainer.sharded_model.run_plan import RunPlan
@@ -51,6 +51,18 @@ class EpochEnd:
         return {"epoch": self.epoch, "step": self.step, **self.values}
 
 
+class Stopped(Exception):
+    """The run was asked to stop while its model was measured."""
+
+
+Stop = Callable[[], bool]
+"""Asked before each batch, by all processes equally often: whether to stop."""
+
+
+def _never() -> bool:
+    return False
+
+
 class EpochQuality:
     """Measures a model after an epoch; all processes call together.
 
@@ -60,6 +72,7 @@ class EpochQuality:
 
     def __init__(self, plan: RunPlan, readers: Readers, non_finite: Callable[[str], Exception]) -> None:
         config, process = plan.config, plan.process
+        require_distinct_measures(plan.schema.labels)
         self._readers, self._non_finite = readers, non_finite
         self._thirds: np.ndarray | None = None
         if config.evaluate.by_id_counts and process.is_first:
@@ -70,27 +83,27 @@ class EpochQuality:
         """Whether the test split is measured after each epoch, for lack of validation samples."""
         return self._readers.validation is None
 
-    def measure(self, state: TrainState) -> tuple[dict[str, Any], str]:
-        """Returns the measures of an epoch, and a line for the terminal."""
+    def measure(self, state: TrainState, stop: Stop = _never) -> tuple[dict[str, Any], str]:
+        """Returns the measures of an epoch, and a line for the terminal; raises Stopped."""
         if self._readers.validation is None:
-            return self.measure_test(state)
-        found = self._finite(evaluate(state, self._readers.validation), "validation samples")
+            return self.measure_test(state, stop)
+        found = self._finite(evaluate(state, self._readers.validation, stop=stop), "validation samples")
         measured = {key: each for key, each in found.values().items() if key.startswith(("auc", "logloss"))}
         text = f"validation {dataclasses.replace(found, excess_logloss=None)}"
         return {f"validation_{key}": each for key, each in measured.items()}, text
 
-    def measure_test(self, state: TrainState) -> tuple[dict[str, Any], str]:
-        """Returns the measures of the test split, and a text for the terminal."""
-        test = self._finite(evaluate(state, self._readers.test, self._thirds), "test split")
+    def measure_test(self, state: TrainState, stop: Stop = _never) -> tuple[dict[str, Any], str]:
+        """Returns the measures of the test split, and a text for the terminal; raises Stopped."""
+        test = self._finite(evaluate(state, self._readers.test, self._thirds, stop), "test split")
         return test.values(), f"test {test}"
 
     def _finite(self, quality: Quality, where: str) -> Quality:
-        if not isfinite(quality.logloss):
+        if not isfinite(quality.logloss) and not isnan(quality.ctr):  # whose labels are not all unknown
             raise self._non_finite(where)
         return quality
 
 
-def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None) -> Quality:
+def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None, stop: Stop = _never) -> Quality:
     """Measures a reader's labelled samples, of a test split by time the newest by themselves too.
 
     All processes call together and get the same numbers.
@@ -99,7 +112,7 @@ def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None
         thirds: of the split's samples by their ids, to be measured by themselves too, see :func:`id_count_thirds`; on
             the first process. The reader then reads the complete split.
     """
-    samples = predicted_samples(state, reader)
+    samples = predicted_samples(state, reader, stop)
 
     def measured() -> Quality:
         quality, main = measure_tasks(samples, state.plan.schema.labels), samples.of_task(0)
@@ -143,14 +156,14 @@ def field_importance(state: TrainState, reader: Reader, samples: Samples) -> dic
     return dict(sorted(found.items(), key=lambda each: -each[1]["logloss_rise"]))
 
 
-def predicted_samples(state: TrainState, reader: Reader) -> Samples:
+def predicted_samples(state: TrainState, reader: Reader, stop: Stop = _never) -> Samples:
     """Predictions of all samples of a reader, in its order, on the CPU of the first process; on others, of their own.
 
     All processes call together. The first one holds 8 bytes of each sample, 12 with weights, and sorts them.
     """
     process = state.plan.process
     # Copied, since a column of a batch may be a part of a larger block.
-    collected = [samples.each(torch.clone) for samples in predictions(state, reader)]
+    collected = [samples.each(torch.clone) for samples in predictions(state, reader, stop)]
     logits, label, weight, true_logit = zip(*collected, strict=True)
     own = Samples(torch.cat(logits), torch.cat(label), _joined(weight), _joined(true_logit))
     if process.world_size == 1:
@@ -165,7 +178,7 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return None if parts[0] is None else torch.cat([each for each in parts if each is not None])
 
 
-def predictions(state: TrainState, reader: Reader) -> Iterator[Samples]:
+def predictions(state: TrainState, reader: Reader, stop: Stop = _never) -> Iterator[Samples]:
     """Yields the predictions of each batch of this process, in the reader's order.
 
     The model is in evaluation mode meanwhile. If the training split kept a share of the negatives, predictions of other
@@ -186,6 +199,8 @@ def predictions(state: TrainState, reader: Reader) -> Iterator[Samples]:
     try:
         with torch.no_grad():
             for _ in range(len(reader)):
+                if stop():
+                    raise Stopped
                 _, logits, label = state.pipeline.progress(taken)
                 yield Samples(logits + shift if shift else logits, label, *others.popleft())
     finally:

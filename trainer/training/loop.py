@@ -48,7 +48,7 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_line
 
 from .dataloading import Readers, even_slices, keep_resident, training_readers
-from .evaluation import EpochEnd, EpochQuality
+from .evaluation import EpochEnd, EpochQuality, Stopped
 from .saved_run import warm_start
 from .state import Step, TrainState
 
@@ -134,7 +134,7 @@ class _EpochRun:
         with self.trainer.open_log() as log, stop_requests(self.process) as stop:
             while self.epoch < self.config.train.epochs and not self.ends_early():
                 self.train_epoch(log, stop)
-                self.evaluate(log)
+                self.evaluate(log, stop)
                 self.save()
             self.trainer.require_trained()
             self.trainer.checkpoints.finish()
@@ -205,9 +205,15 @@ class _EpochRun:
             f" non-finite: {reason}"
         )
 
-    def evaluate(self, log: MetricsLog) -> None:
-        """Measures the model after an epoch."""
-        values, text = self.quality.measure(self.state)
+    def evaluate(self, log: MetricsLog, stop: StopRequest) -> None:
+        """Measures the model after an epoch; a run that is to stop goes on from the epoch's last step."""
+        try:
+            values, text = self.quality.measure(self.state, stop.agreed)
+        except Stopped:
+            self.epoch -= 1
+            self.epoch_step = self.reader.steps(self.epoch)
+            self.save()
+            raise self.trainer.interrupted() from None
         steps = self.trainer.steps
         log.write("eval", steps, epoch=self.epoch - 1, **values)
         self.epochs.append(EpochEnd(self.epoch, steps, values))

@@ -4,9 +4,11 @@ import hashlib
 import io
 import json
 import logging
+import os
 import pickle
 import random
 import shutil
+import signal
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -16,10 +18,17 @@ import pytest
 import torch
 
 from cowrec.data_pipeline.files import checksum, locked_folder
-from cowrec.trainer.runs.checkpoint import find_checkpoint
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.config.sections import CheckpointConfig
+from cowrec.trainer.runs.checkpoint import Checkpoints, find_checkpoint, list_checkpoints
+from cowrec.trainer.runs.remote_run import RunPlace
+from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.step_guard import random_state
+from cowrec.trainer.training import evaluation
 from cowrec.trainer.training import state as training_state
+from cowrec.trainer.training.evaluation import predictions
+from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
 from refusal import refused
 from run_comparison import assert_same, state_of
@@ -272,3 +281,71 @@ def test_checkpoints_that_are_kept(folder: Path, tmp_path: Path) -> None:
     left = {int(each.name.removeprefix("step_")) for each in (tmp_path / "run" / "checkpoints").iterdir()}
     best = min(report["epochs"], key=lambda epoch: epoch["logloss"])["step"]
     assert left == {18, 20, best}
+
+
+@pytest.mark.parametrize("message", [CHECKSUM, "checkpoint.json or its checksum is missing"])
+def test_a_damaged_later_checkpoint_costs_none_that_is_kept(
+    folder: Path, uninterrupted: Path, tmp_path: Path, message: str
+) -> None:
+    """The run goes on before it, and keeps its newest checkpoint, that of the best epoch, and what users copied."""
+    copy = interrupted(uninterrupted, 9, tmp_path / "copy")
+    kept = shutil.copytree(copy / "checkpoints" / "step_000000005", copy / "checkpoints" / "step_000000005_good")
+    DAMAGES[message](copy / "checkpoints" / "step_000000009")
+    settings = ["checkpoint.keep_last=1", "checkpoint.keep_best=auc", "checkpoint.every_steps=2"]
+    config = load_config(folder / "run.toml", [*ALWAYS, *settings])
+    saved = list[list[str]]()
+
+    def saves(self: Checkpoints, *given: Any) -> None:
+        save(self, *given)
+        self.finish()
+        saved.append([each.name for each in list_checkpoints(self.folder)])
+
+    save = Checkpoints.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", saves)
+        train(config, folder / "data", copy, resume=True)
+    best = "step_000000005"
+    assert kept.is_dir()
+    assert saved == [
+        [best, "step_000000008", "step_000000009"],
+        [best, "step_000000010"] if evaluated_best(uninterrupted) == 5 else ["step_000000010"],
+    ]
+
+
+def evaluated_best(run_dir: Path) -> int:
+    return int(max(metrics_of(run_dir, "eval"), key=lambda line: line["auc"])["step"])
+
+
+def test_a_checkpoint_that_replaces_one_of_its_step_outlasts_a_kill(uninterrupted: Path, tmp_path: Path) -> None:
+    """Killed after the earlier one has gone and before the new one has its name, or before it is complete."""
+    copy = shutil.copytree(uninterrupted, tmp_path / "copy")
+    checkpoints = copy / "checkpoints"
+    last = checkpoints / "step_000000010"
+    last.rename(last.with_suffix(".partial"))
+    (checkpoints / "replaced.partial").mkdir()
+    incomplete = shutil.copytree(checkpoints / "step_000000009", checkpoints / "step_000000011.partial")
+    (incomplete / "checkpoint.json").unlink()
+    with process_group("cpu") as process:
+        Checkpoints(RunPlace(copy, resume=True), CheckpointConfig(), process, print).clean()
+    assert not list(checkpoints.glob("*.partial"))
+    assert [each.name for each in list_checkpoints(checkpoints)][-2:] == ["step_000000009", "step_000000010"]
+
+
+def test_a_stop_during_the_evaluation_is_heard(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """It saves the epoch's last step, from which the run goes on with the evaluation."""
+    asked = list[bool]()
+
+    def stop_in_first_batch(state: Any, reader: Any, stop: Callable[[], bool]) -> Any:
+        for samples in predictions(state, reader, stop):
+            if not asked:
+                asked.append(True)
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield samples
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted, match=r"at step 5; saved .*step_000000005;"):
+        patch.setattr(evaluation, "predictions", stop_in_first_batch)
+        run(folder, tmp_path / "run")
+    assert not metrics_of(tmp_path / "run", "eval")
+    run(folder, tmp_path / "run", resume=True)
+    assert_same(tmp_path / "run", uninterrupted)
+    assert metrics(tmp_path / "run") == metrics(uninterrupted)
