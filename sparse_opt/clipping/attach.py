@@ -245,7 +245,10 @@ class _ClipInBackward(torch.autograd.Function):
             weights.data.copy_(factors if given is None else given * factors)
         if ctx.check and (unscaled.finite is None or unscaled.finite):
             ctx.check.expect(backward, settings.l2, factors)
-        return grad, *(None,) * 8
+        of_given = None
+        if unscaled.finite is not None and ctx.needs_input_grad[3]:  # FBGEMM's is finite, and hides the overflow
+            of_given = given.new_tensor(torch.nan).where(~unscaled.finite, 0).expand_as(given)
+        return grad, None, None, of_given, *(None,) * 5
 
 
 def _require_single_ids(bags: LookupBags, id_weights: Tensor | None) -> None:

@@ -77,9 +77,9 @@ def _require_partners(model: nn.Module, split: Mapping[str, Sequence[Sequence[in
     """
     if split and (pair := inconsistent_lookups(model)):
         raise ValueError(
-            f"tables {pair[0]!r} and {pair[1]!r} are sharded column-wise and looked up separately, on some ranks"
-            " in another order than on others, so that ranks would wait for each other forever; give them the"
-            " same pooling and data type, or the same ranks"
+            f"tables {pair[0]!r} and {pair[1]!r} are sharded column-wise and looked up separately, perhaps on some"
+            " ranks in another order than on others, so that ranks would wait for each other forever; give them the"
+            " same pooling, data type, kind of sharding and fused_params, or make each a collection of its own"
         )
     sizes = {process_group_of(each).size() for each in sharded_collections(model).values()}
     several = sorted(table for table, parts in split.items() if any(len(set(ranks)) > 1 for ranks in parts))

@@ -15,14 +15,17 @@ from torch import Tensor, nn
 
 from cowrec.sparse_opt.clipping.table_rules import require_known
 from cowrec.sparse_opt.id_tables.kernels.hashing import GOLDEN, mix
+from cowrec.sparse_opt.id_tables.kernels.slots import COOLDOWN
 from cowrec.sparse_opt.id_tables.tables import NewRows
 from cowrec.sparse_opt.kernels.compiled import compiled
 from cowrec.sparse_opt.tbe.discovery import (
     all_table_names,
     called_modules,
     find_lookups,
+    lookup_modules,
     meant_tables,
     rows_of_tables,
+    table_names,
 )
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
 
@@ -91,19 +94,29 @@ class RowInitializer:
             for lookup, adam in pairs
             for shards in _group_shards(lookup)
         ]
-        self._batch_waits = False
-        called = called_modules(model).values()
+        self._batch_waits = self._looked_up_ahead = False
+        self._running = 0
+        called, names = called_modules(model), dict(table_names(model))
         self._has_collections = bool(called)
-        for module in called:
-            module.register_forward_pre_hook(self._begin_forward)
+        for collection, module in called.items():
+            module.register_forward_pre_hook(self._begin_forward, prepend=True)
+            module.register_forward_hook(self._end_forward, always_call=True)
+            for lookup_module in lookup_modules(collection) if named.keys() & set(names[collection].values()) else ():
+                lookup_module.register_forward_pre_hook(self._look_up)
 
     @torch.no_grad()
     def reset(self, new_rows: NewRows) -> None:
         """Resets those of a batch's new rows that this rank stores. Call it immediately before the batch's forward.
 
         Raises:
-            ValueError: the batch of the call before has not begun its training step, or a table lacks a row.
+            ValueError: the batch of the call before has not begun its training step, a batch was looked up before the
+                model was called, rows may belong to ids of passes that wait for their step, or a table lacks a row.
         """
+        if len(new_rows.table) and (last := int(new_rows.table.max())) >= len(self._tables):
+            raise ValueError(
+                f"new_rows are of {last + 1} tables or more, but RowInitializer was given {len(self._tables)}: give it"
+                " the names of all tables of IdTables, in their order"
+            )
         beyond = np.flatnonzero(new_rows.row >= np.array([rows for _, rows in self._tables])[new_rows.table])
         if len(beyond):
             table, rows = self._tables[new_rows.table[beyond[0]]]
@@ -118,7 +131,19 @@ class RowInitializer:
                 " before the forward of its own batch, however far ahead ids are translated (docs/id_tables.md). If"
                 " the first batch will never be trained, go on with a new RowInitializer"
             )
-        self._batch_waits = self._has_collections
+        if self._looked_up_ahead and len(new_rows.row):
+            raise ValueError(
+                "a batch was looked up for training before the model was called, as TrainPipelineSemiSync and"
+                " embedding_lookup_stream of StagedTrainPipeline do: its new ids got the rows of earlier ones, which"
+                " are reset too late; use TrainPipelineSparseDist"
+            )
+        waiting = max((group.adam.clipped.accumulation.waiting for group in self._groups if group.adam), default=0)
+        if waiting >= COOLDOWN and len(new_rows.row):
+            raise ValueError(
+                f"{waiting} backward passes wait for their step, and rows that were freed {COOLDOWN} batches ago may"
+                f" belong to ids of theirs; call accumulate with at most {COOLDOWN}, or use larger batches"
+            )
+        self._batch_waits, self._running = self._has_collections, 0  # also after a forward that was interrupted
         for first in range(0, len(new_rows.row), _CHUNK):
             table, row, ids, feature = (
                 each[first : first + _CHUNK] for each in (new_rows.table, new_rows.row, new_rows.id, new_rows.feature)
@@ -130,8 +155,15 @@ class RowInitializer:
                 group.reset(torch.from_numpy(table), torch.from_numpy(row), torch.from_numpy(values))
 
     def _begin_forward(self, *_: Any) -> None:
+        self._running += 1
         if torch.is_grad_enabled():
             self._batch_waits = False
+
+    def _end_forward(self, *_: Any) -> None:
+        self._running -= 1
+
+    def _look_up(self, *_: Any) -> None:
+        self._looked_up_ahead |= torch.is_grad_enabled() and not self._running
 
 
 def initial_rows(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, columns: int, std: float) -> np.ndarray:

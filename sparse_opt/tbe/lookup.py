@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_global_rank
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
@@ -323,6 +324,8 @@ def ranks_of_columns(collection: Any, table: str) -> dict[int, tuple[int, ...]]:
         return {}
     found: dict[int, list[int]] = {}
     for shard, rank in zip(shards, plan.ranks, strict=True):
+        if not shard.shard_sizes[0]:
+            continue  # all shards without rows begin at one row, in whichever part of the rows they are
         found.setdefault(shard.shard_offsets[0], []).append(get_global_rank(group, rank))
     return {first_row: tuple(sorted(ranks)) for first_row, ranks in found.items()}
 
@@ -369,6 +372,11 @@ def sharded_like_weights(
                 for shard in weight.local_shards()
             ]
             result[key] = _sharded_like(weight, parts, dtype, per_row)
+        elif isinstance(weight, DTensor):
+            raise ValueError(
+                f"table {key!r} is given out as a DTensor, of which the optimizer's state cannot be saved and loaded;"
+                " leave output_dtensor out of the ShardingEnv"
+            )
         elif weight.data_ptr() in by_address:
             result[key] = by_address[weight.data_ptr()]
     return result

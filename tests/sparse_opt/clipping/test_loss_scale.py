@@ -14,6 +14,8 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.amp import GradScaler
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, FieldClip, attach_cowclip
 from cowrec.sparse_opt.clipping.handle import LossScale
@@ -114,6 +116,22 @@ def test_an_overflow_is_a_gradient_of_zeros(group: None, name: str) -> None:
     got = trained(CASES[name], 2.0**10, ("", "overflow", ""))
     assert_equal(got, zeros)
     assert all(np.isfinite(each).all() for each in got.values())
+
+
+def test_trained_weights_of_ids_show_an_overflow_to_the_scaler(group: None) -> None:
+    """Their own gradient is not finite, so that the scale is lowered and their optimizer skips the step."""
+    case = CASES["bags"]
+    for attached in (attach, lambda model, *_, **more: EmbeddingAdam(model, AdamConfig(lr=0.1), RULE, **more)):
+        model, scaler = model_of(case), GradScaler("cpu", init_scale=2.0**10)
+        attached(model, case, grad_scaler=scaler)
+        collection = next(each for each in model.modules() if isinstance(each, ShardedEmbeddingBagCollection))
+        keys = batch_of(case, case.batches()[0], 0, 1).ids[0].keys()
+        for factor, finite in ((1.0, True), (torch.inf, False)):
+            weights, ones = torch.rand(2 * len(keys), requires_grad=True), torch.ones(2 * len(keys), dtype=torch.int64)
+            ids = KeyedJaggedTensor(keys, torch.zeros_like(ones), weights, ones)
+            scaler.scale((collection(ids).wait().values() * factor).sum()).backward()
+            assert weights.grad is not None
+            assert bool(weights.grad.isfinite().all()) == finite
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])

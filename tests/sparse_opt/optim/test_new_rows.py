@@ -14,6 +14,7 @@ from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDi
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -22,6 +23,7 @@ from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionColl
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, IdTableConfig, IdTables, NewRows, RowInitializer
+from cowrec.sparse_opt.id_tables.kernels.slots import COOLDOWN
 from cowrec.sparse_opt.optim.row_init import initial_rows
 from random_problems.drawing import small_problem
 from random_problems.training import sharded_model
@@ -139,6 +141,41 @@ def test_a_pipeline_that_reads_ahead_resets_rows_in_a_hook(trained_at_once: Tens
         pipeline.progress(batches)
     assert max(ahead) > 1
     assert torch.equal(training.weights(), trained_at_once)
+
+
+def test_a_pipeline_that_looks_rows_up_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each new id would train the row of the id before, which the hook resets after the lookup."""
+    monkeypatch.setattr(torch, "get_device_module", lambda _=None: torch.cpu)  # the pipeline takes it to be CUDA
+    for each in (KeyedJaggedTensor, Tensor):
+        monkeypatch.setattr(each, "record_stream", lambda *_: None)
+    training, waiting = Training(), deque[NewRows]()
+
+    def loader() -> Iterator[KeyedJaggedTensor]:
+        for ids, new_rows in training.translated():
+            waiting.append(new_rows)
+            yield ids
+
+    training.model.register_forward_pre_hook(lambda *_: training.initializer.reset(waiting.popleft()))
+    pipeline = TrainPipelineSemiSync(training.model, training.dense, CPU, start_batch=0)
+    refused("looked up for training before the model was called", pipeline.progress, loader())
+
+
+def test_new_rows_while_as_many_passes_wait_as_rows_rest_are_refused() -> None:
+    training = Training()
+    training.adam.accumulate(COOLDOWN + 1)
+    batches = training.translated()
+    for _ in range(COOLDOWN):
+        training.step(next(batches))
+    refused("call accumulate with at most 4", training.step, next(batches))
+    training = Training()
+    training.adam.accumulate(COOLDOWN)
+    for _, batch in zip(range(3 * COOLDOWN), training.translated(), strict=False):
+        training.step(batch)
+
+
+def test_rows_of_tables_that_the_initializer_does_not_know() -> None:
+    training, one = Training(), np.ones(1, np.int64)
+    refused("new_rows are of 2 tables or more, but .* given 1", training.initializer.reset, NewRows(one, one, one, one))
 
 
 def test_tables_start_an_id_unlike() -> None:

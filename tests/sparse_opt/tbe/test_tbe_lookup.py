@@ -4,12 +4,23 @@ Tested with torch 2.13, torchrec 1.8.0 and fbgemm 1.8.0, and with torch 2.11, to
 """
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.amp import GradScaler
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from cowrec.sparse_opt import AdamConfig, EmbeddingAdam
 from cowrec.sparse_opt.tbe.discovery import (
     find_lookups,
     grad_scalers_in_use,
@@ -17,8 +28,10 @@ from cowrec.sparse_opt.tbe.discovery import (
     replicated_tables,
     sharded_collections,
 )
+from cowrec.sparse_opt.tbe.lookup import ranks_of_columns
 from random_problems.drawing import small_problem
 from random_problems.training import sharded_model
+from refusal import refused
 
 pytest_plugins = ["one_group"]
 
@@ -53,3 +66,31 @@ def test_scalers_that_have_scaled_a_loss_are_found() -> None:
     for each in (unused, own):
         each.scale(torch.ones(()))
     assert {*grad_scalers_in_use()} == {unused, own}
+
+
+def test_empty_shards_are_in_no_part_of_the_rows() -> None:
+    """Under grid sharding of 9 rows over 2 machines of 8 processes: TorchRec lets those without rows begin at row 9."""
+    rows = [(2 * rank, 2) for rank in range(4)] + [(8, 1)] + [(9, 0)] * 3
+    shards = [ShardMetadata([first, column], [count, 4], "cpu") for column in (0, 4) for first, count in rows]
+    plan = SimpleNamespace(sharding_spec=SimpleNamespace(shards=shards), ranks=list(range(16)))
+    collection: Any = SimpleNamespace(
+        module_sharding_plan={"t": plan}, _env=SimpleNamespace(process_group=SimpleNamespace(size=lambda: 16))
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cowrec.sparse_opt.tbe.lookup.get_global_rank", lambda _, rank: rank)
+        found = ranks_of_columns(collection, "t")
+    assert found == {row: (rank, rank + 8) for rank, row in enumerate((0, 2, 4, 6, 8))}
+
+
+@pytest.mark.usefixtures("group")
+def test_tables_as_dtensors_are_refused_by_optimizers() -> None:
+    """Their state would be saved empty, and loaded so without a word."""
+    env = ShardingEnv(1, 0, torch.distributed.group.WORLD, output_dtensor=True)
+    sharder: Any = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})
+    table = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])
+    model = nn.Sequential(EmbeddingBagCollection([table], device=torch.device("meta")))
+    kinds = {"t": table_wise(rank=0, compute_kernel="fused")}
+    plan = construct_module_sharding_plan(model[0], kinds, sharder=sharder, device_type="cpu")
+    cpu = torch.device("cpu")
+    sharded = DistributedModelParallel(model, env, cpu, ShardingPlan(plan={"0": plan}), sharders=[sharder])
+    refused("table .*t' is given out as a DTensor, .*; leave output_dtensor out", EmbeddingAdam, sharded, AdamConfig())
