@@ -8,7 +8,7 @@ tensors `TABLE.ids`, `TABLE.rows`, `TABLE.deleted`, for a table that fields shar
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -20,7 +20,13 @@ FORMAT = 1
 MAGIC = b"cowrec-published"  # its length keeps the tensors aligned
 _DENSE = "dense/"
 _ABOUT = ("version", "previous", "kind", "lineage", "created")
-_DTYPES = {"I64": np.int64, "F64": np.float64, "F32": np.float32}
+_DTYPES = {
+    f"{letter}{8 * size}": np.dtype(f"{kind}{size}")
+    for letter, kind in (("I", "i"), ("U", "u"), ("F", "f"))
+    for size in (1, 2, 4, 8)
+    if letter != "F" or size > 1
+} | {"BOOL": np.dtype(bool)}
+"""Of tables and of the buffers of networks, by their names in safetensors."""
 _HEADER = len(MAGIC) + hashlib.sha256().digest_size
 
 Kind = Literal["full", "delta"]
@@ -101,6 +107,15 @@ class Change:
     def num_rows(self) -> int:
         """Number of written rows, over all tables."""
         return sum(len(each.ids) for each in self.tables.values())
+
+    def without_deleted(self) -> "Change":
+        """The same without the ids that have no row, as a full version is."""
+        empty = np.empty(0, np.int64)
+        tables = {
+            name: TableChange(each.ids, each.rows, empty, each.feature, None if each.feature is None else empty)
+            for name, each in self.tables.items()
+        }
+        return replace(self, tables=tables)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,11 @@ from .target import DEADLINE, LEASE, Target
 
 logger = logging.getLogger(__name__)
 
-_PAUSE = 1.0
-"""Seconds before a failed publication is retried."""
+_PAUSE, _MOST_PAUSES = 1.0, 4
+"""Seconds before a failed publication is retried; doubled after each further failure, up to so many times as long.
+
+That is less than the time between two calls of :meth:`Target.keep`, and than the deadline of :meth:`Publisher.close`.
+"""
 
 
 class Publisher:
@@ -49,7 +52,8 @@ class Publisher:
         self._compact_after, self._compact_bytes = compact_after, compact_bytes
         self._state = threading.Condition()
         self._pending: Change | None = None
-        self._everything: Change | None = None  # never older than the pending changes
+        self._everything: Change | None = None  # the complete model for the next full version, until it is written
+        self._since: Change | None = None  # changes since then
         self._busy = False
         self._closed = False
         self._wants_full, self._starts_lineage = True, True
@@ -67,8 +71,8 @@ class Publisher:
 
     @property
     def wants_full(self) -> bool:
-        """Request to pass ``everything`` to the next call of :meth:`publish`."""
-        return self._wants_full
+        """Request to pass ``everything`` to the next call of :meth:`publish`; once for a full version."""
+        return self._wants_full and self._everything is None
 
     def publish(self, change: Change, everything: Change | None = None) -> None:
         """Queues the next version and returns at once. The caller must not modify the arrays afterwards.
@@ -80,8 +84,11 @@ class Publisher:
         """
         with self._state:
             assert not self._closed
-            self._pending = change if self._pending is None else merged(self._pending, change)
-            self._everything = everything
+            self._pending = _joined(self._pending, change)
+            if everything is not None and self._wants_full:
+                self._everything, self._since = everything, None
+            elif self._everything is not None:
+                self._since = _joined(self._since, change)
             self._state.notify_all()
 
     def finish(self, seconds: float = DEADLINE) -> bool:
@@ -117,6 +124,7 @@ class Publisher:
             }
 
     def _work(self) -> None:
+        failed = 0
         while True:
             with self._state:
                 ready = self._state.wait_for(lambda: self._closed or self._can_write(), LEASE / 3)
@@ -127,10 +135,13 @@ class Publisher:
                     self._target.keep()
                 continue
             with self._state:
-                pending, everything = self._pending, self._everything if self._wants_full else None
-                self._pending = self._everything = None
+                pending, everything, since = self._pending, self._everything, self._since
+                self._pending = self._since = None
+                taken = everything
                 self._busy = True
             try:
+                if everything is not None and since is not None:
+                    everything, since = merged(everything, since).without_deleted(), None
                 self._check_target()
                 if pending is not None and not self._starts_lineage:
                     self._write("delta", pending)
@@ -139,23 +150,33 @@ class Publisher:
                     self._write("full", everything)
                     pending = everything = None
                     self._remove_old(self._keep_full)
-                failure = None
+                failure, failed = None, 0
             except Exception as error:  # whatever it was, the changes must stay pending
-                failure = error
+                failure, failed = error, failed + 1
             with self._state:
-                self._restore(pending, everything, failure)
+                self._restore(pending, (taken, everything), since, failure)
                 if failure:
-                    self._state.wait_for(lambda: self._closed, _PAUSE)
+                    pause = _PAUSE * min(2 ** (failed - 1), _MOST_PAUSES)
+                    self._state.wait_for(lambda: self._closed, pause)
 
     def _can_write(self) -> bool:
         return self._everything is not None or (self._pending is not None and not self._starts_lineage)
 
-    def _restore(self, pending: Change | None, everything: Change | None, failure: Exception | None) -> None:
-        """Makes changes that were not written pending again, before those that were queued since."""
-        if everything is not None and self._pending is None:
-            self._everything = everything
-        if pending is not None:
-            self._pending = pending if self._pending is None else merged(pending, self._pending)
+    def _restore(
+        self,
+        pending: Change | None,
+        everything: tuple[Change | None, Change | None],
+        since: Change | None,
+        failure: Exception | None,
+    ) -> None:
+        """Makes changes that were not written pending again, before those that were queued since.
+
+        ``everything`` is the complete model that was taken to be written, and what is left of it.
+        """
+        taken, left = everything
+        if self._everything is taken:  # no other one has come
+            self._everything, self._since = left, left and _joined(since, self._since)
+        self._pending = _joined(pending, self._pending)
         if failure:
             self._failures += 1
             if self._error is None:
@@ -230,3 +251,7 @@ class Publisher:
         for version, kind in old:
             self._target.remove(version, kind)
         return len(old)
+
+
+def _joined(older: Change | None, newer: Change | None) -> Change | None:
+    return merged(older, newer) if older and newer else older or newer

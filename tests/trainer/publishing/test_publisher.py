@@ -171,6 +171,37 @@ def test_a_deleted_directory_gets_everything_once_it_is_made_again(
         assert [blob.kind for blob in reader.seen] == ["full", "full"]
 
 
+def test_the_complete_model_is_asked_for_once(tmp_path: Path) -> None:
+    """However long it takes to be written: later changes become a part of it."""
+    folder, model, asked = tmp_path / "published", Model(), 0
+    with publisher(str(folder)) as out:
+        publish(out, model)
+    with publisher(str(folder), compact_after=2) as out, reading(str(folder)) as reader:
+        folder.rename(tmp_path / "aside")
+        folder.touch()
+        for number in range(8):
+            asked += out.wants_full
+            publish(out, model, with_dense=number % 2 == 0, wait=False)
+            wait_for(lambda number=number: out.counters()["failures"] > number)
+        assert asked == 1
+        folder.unlink()
+        (tmp_path / "aside").rename(folder)
+        wait_for(lambda: reader.model.same_as(model))
+        assert reader.seen[-1].kind == "full"
+        assert not any(len(table.deleted) for table in reader.seen[-1].change.tables.values())
+        publish_many(out, model, {}, 5)
+        wait_for(lambda: reader.model.same_as(model))
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.int32, np.float16, np.float64])
+def test_buffers_of_any_type_are_published(dtype: Any) -> None:
+    """Of networks of one's own, such as masks."""
+    dense = {"mask": np.eye(3).astype(dtype)}
+    found = decode(encode(blob_of(Change(1, None, {}, dense)))).change.dense["mask"]
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, dense["mask"])
+
+
 def test_a_frozen_redis_never_blocks_the_trainer(tmp_path: Path) -> None:
     """Redis does not answer while 20 versions are queued; later their changes are published, and none is lost."""
     model = Model()
