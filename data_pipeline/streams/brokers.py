@@ -15,6 +15,7 @@ logged and counted by their offsets. Offsets without a message, as transactions 
 """
 
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -61,6 +62,8 @@ class RedisSource:
 
     def seek(self, positions: Mapping[str, SourcePosition]) -> None:
         self._last = str(positions.get("", BEGINNING))
+        if positions.keys() - {""} or not _ENTRY.fullmatch(self._last):
+            raise ValueError(f"the position {positions} is of another kind of source; start without it")
         self._rewound, self._entries = False, FIRST_ENTRIES
 
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
@@ -78,7 +81,8 @@ class RedisSource:
                 self._client.xread(
                     {self._stream: self._last}, 1, block=max(1, int(1000 * min(remaining, ANSWER_SECONDS / 2)))
                 )
-            except (self._redis.ConnectionError, self._redis.TimeoutError) as error:
+            except self._redis.RedisError as error:
+                self._require_passing(error)
                 if not self._retry(error, deadline):
                     return None
 
@@ -88,7 +92,8 @@ class RedisSource:
             try:
                 entries: Any = self._client.xrange(self._stream, f"({start}", end)
                 return Chunk(partition, start, end, [_sample(fields) for _, fields in entries])
-            except (self._redis.ConnectionError, self._redis.TimeoutError) as error:
+            except self._redis.RedisError as error:
+                self._require_passing(error)
                 if not self._retry(error, deadline):
                     raise ValueError(
                         f"entries of {self._stream!r} must be read again, but Redis does not answer: {error}"
@@ -137,6 +142,14 @@ class RedisSource:
                 "up to the latter will not be read", self._stream, newest, self._last,
             )  # fmt: skip
 
+    def _require_passing(self, error: Exception) -> None:
+        """Raises ValueError for an answer that is not of a server that has failed, is busy or loses its master."""
+        passing = isinstance(error, self._redis.ConnectionError | self._redis.TimeoutError)
+        answer = str(error).rpartition(" caused error: ")[2]  # what redis-py puts before that of a pipeline's command
+        if not (passing or answer.startswith(_PASSING)):
+            message = f"Redis does not give the stream {self._stream!r}: {error}; correct the address"
+            raise ValueError(message) from error
+
     def _retry(self, error: Exception, deadline: float) -> bool:
         """Waits with exponential backoff; False once the deadline has passed."""
         if not self._disconnected:
@@ -151,6 +164,11 @@ class RedisSource:
 def _sample(fields: Mapping[bytes, bytes]) -> bytes:
     """Returns the sample of an entry; empty, hence malformed, if it has none or was deleted."""
     return (fields or {}).get(FIELD, b"")
+
+
+_ENTRY = re.compile("[0-9]+-[0-9]+")
+_PASSING = ("BUSY", "MASTERDOWN", "LOADING", "TRYAGAIN", "CLUSTERDOWN")
+"""Beginnings of answers that another attempt may not get, in redis-py with or without their code."""
 
 
 def _order(entry: str) -> tuple[int, int]:
@@ -300,6 +318,10 @@ class KafkaSource:
                 f"partition {number} of {self._topic!r} ends at offset {end}, but was read up to {offset}: the topic "
                 "was re-created, or Kafka lost its end; start without the saved position"
             )
+        if first <= offset:  # an election lost the log's end, and other messages have its offsets since
+            text = "partition %d of %r lost messages after they had been read; going on at offset %d"
+            self._log.log(logging.WARNING, text, number, self._topic, offset)
+            return
         lost = first - offset
         logger.warning("%d messages of %r, partition %d, were deleted before they were read", lost, self._topic, number)
         self.counters["lost_messages"] += lost

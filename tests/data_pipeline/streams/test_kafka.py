@@ -109,6 +109,18 @@ def test_retention_counts_what_was_not_read_and_refuses_to_repeat_what_is_gone(b
     again.close()
 
 
+def test_a_log_that_lost_its_end_is_not_read_again(broker, caplog):
+    """librdkafka reports an offset that an election has cut off, though other messages have it since."""
+    source = open_source(topic(broker, "truncated", 5))
+    source.seek({"0": 3})
+    source._skip_lost(0)
+    source._assign(source._offsets)
+    assert read(source, 2) == [3, 4]
+    assert source.counters["lost_messages"] == 0
+    assert "lost messages after they had been read; going on at offset 3" in caplog.text
+    source.close()
+
+
 def test_offsets_without_a_message_are_skipped_also_when_the_journal_is_repeated(broker, codec, tmp_path):
     """Each transaction ends with an offset of its own, and an aborted one has no message either."""
     broker.create("transactions")

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pytest
@@ -12,6 +13,8 @@ from commands.command_line import exit_code
 from cowrec.data_pipeline import Position, SampleStream, open_source
 from cowrec.data_pipeline.streams.directory import END, DirectorySink, send
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables, synthesize_drifting
+from refusal import refused
+from run_comparison import wait_for
 from servers.redis_server import redis_server
 from stream_cases import (
     all_numbers,
@@ -202,6 +205,29 @@ def test_a_restarted_redis_loses_nothing_on_its_disk(server, opened, tmp_path, c
     batches[4].end.save(tmp_path / "snapshot")
     again = opened(batch_size=5, position=Position.load(tmp_path / "snapshot"))
     assert [numbers(batch) for batch in batches_of(again, 15)] == [numbers(batch) for batch in batches[5:]]
+
+
+def test_what_redis_refuses_is_said_and_a_busy_one_is_asked_again(server):
+    with server.client() as client:
+        client.rpush("clicks", "no stream")
+        source = redis_source(server)
+        refused("Redis does not give the stream 'clicks': WRONGTYPE.*; correct the address", source.poll, 10, 1)
+        refused("Redis does not give the stream 'clicks': WRONGTYPE", source.read, "", "0-0", "9-9")
+        refused("is of another kind of source", source.seek, {"": {"file": "a.parquet", "row": 3}})
+        refused("is of another kind of source", source.seek, {"0": 3})
+        client.delete("clicks")
+        add(server, numbered(3))
+        source.seek({})
+        client.config_set("lua-time-limit", 1)
+        with server.client() as other, ThreadPoolExecutor() as pool:
+            script = pool.submit(other.eval, "while true do end", 0)
+            try:
+                wait_for(lambda: source.poll(10, 0.05) is None and source.counters["reconnects"] > 1)
+            finally:
+                client.script_kill()
+            assert isinstance(script.exception(), source._redis.ResponseError)
+        source.seek({})
+        assert contents(polled(source, 3)) == [0, 1, 2]
 
 
 def test_a_redis_stream_that_lost_its_end_is_reported(tmp_path, caplog):
