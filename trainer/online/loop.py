@@ -137,7 +137,7 @@ class _OnlineRun:
         """Runs from the first sample, or from the newest checkpoint, to the end of the stream."""
         position = self.resume() if resume else None
         if self.config.train.warm_start and not self.trainer.steps:
-            warm_start(self.state)
+            warm_start(self.state, timed=True)
         with ExitStack() as opened:
             on_first(self.process, lambda: self.open_stream(position, opened))
             if publish:

@@ -130,7 +130,7 @@ class _EpochRun:
         if warning := few_steps_warning(self.config, self.plan.train_rows, self.plan.steps):
             self.trainer.warn(warning)
         if not (resume and self.resume()) and self.config.train.warm_start:
-            warm_start(self.state)
+            warm_start(self.state, timed=self.plan.schema.timed)
         with self.trainer.open_log() as log, stop_requests(self.process) as stop:
             while self.epoch < self.config.train.epochs and not self.ends_early():
                 self.train_epoch(log, stop)

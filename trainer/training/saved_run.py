@@ -27,7 +27,7 @@ from cowrec.trainer.measures.segments import Segments
 from cowrec.trainer.runs.checkpoint import Progress
 from cowrec.trainer.runs.own_code import load_code, warn_if_changed
 from cowrec.trainer.runs.remote_run import local_copy, local_data
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, require_same_ids
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, JOURNAL, require_same_ids
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 from cowrec.trainer.runtime.processes import Process, from_first, on_first, process_group
 from cowrec.trainer.sharded_model.build import dense_tensors
@@ -219,7 +219,7 @@ def _saved_run(
         yield state, reader, progress
 
 
-def warm_start(state: TrainState) -> None:
+def warm_start(state: TrainState, *, timed: bool) -> None:
     """Copies the weights of an earlier run's newest checkpoint; ids that it did not have keep their initial values.
 
     Ids are matched by their strings in the vocabularies. Collisionless tables are copied with their ids. Moments and
@@ -227,6 +227,7 @@ def warm_start(state: TrainState) -> None:
 
     Args:
         state: of this run, whose ``train.warm_start`` is the folder of the earlier one; changed in place.
+        timed: whether this run's samples have times, as those of every stream have.
 
     Raises:
         ValueError: the folder is not a run, the fields or the network differ, or ids cannot be matched.
@@ -242,11 +243,12 @@ def warm_start(state: TrainState) -> None:
     old, _ = trained_state(source, (earlier_config, earlier), process)
     specs, earlier_specs = state.plan.tables, old.plan.tables
     _require_same_tables(source, earlier_specs, specs)
-    if state.id_tables and earlier.timed != schema.timed:
-        without, found = ("out", "") if schema.timed else ("", "out")
+    if state.id_tables and (earlier.timed or (source / JOURNAL).exists()) != timed:
+        without, found = ("out", "") if timed else ("", "out")
         raise ValueError(
             f"train.warm_start = {str(source)!r} was trained on samples with{without} times, which its id tables count"
-            f" by, and these samples are with{found} times; prepare them with{without} a time column"
+            f" by, and these samples are with{found} times, as those of a stream always are; prepare the data of"
+            " cowrec train with a time column"
         )
     with torch.no_grad():
         old_dense = dense_tensors(old.model)

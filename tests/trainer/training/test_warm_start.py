@@ -68,6 +68,9 @@ def test_id_tables_count_by_times_or_by_batches(tmp_path: Path) -> None:
         run(tmp_path, earlier, earlier.name + "_first", *ids)
         start = f"train.warm_start={tmp_path}/{earlier.name}_first"
         refused(f"on samples {message}", run, tmp_path, now, earlier.name + "_second", *ids, start)
+    (tmp_path / "old_first" / "journal").mkdir()  # as of a run on a stream, whose samples always have times
+    start = f"train.warm_start={tmp_path}/old_first"
+    refused("on samples with times, .* without times", run, tmp_path, untimed, "third", *ids, start)
 
 
 def test_the_same_data_evaluate_equally_and_mismatches_are_refused(tmp_path: Path) -> None:
