@@ -33,7 +33,7 @@ from cowrec.data_pipeline.encoding import Encoder, bound, bounded, bucket_ids, s
 from cowrec.data_pipeline.hashing import bytes_hashes, string_buffers
 from cowrec.data_pipeline.raw.columns import MAX_WEIGHT, WEIGHTS_ARE_BOUNDED, SampleColumns
 from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
-from cowrec.data_pipeline.raw.parsing import Parsed
+from cowrec.data_pipeline.raw.parsing import Parsed, unreadable_rows
 
 from .json_lines import (
     CANONICAL_VALUE,
@@ -152,12 +152,16 @@ class SampleCodec:
         along = [field for field in layout.fields if field.along]
         self.together = [{field.column, self.source_columns[field.along]} for field in along]
         self.together += [{field.column, self._time} for field in layout.ages]
-        types = {field.column: ColumnType.of(field) for field in layout.fields}
+        of_fields = dict[str, list[ColumnType]]()
+        for field in layout.fields:
+            of_fields.setdefault(field.column, []).append(ColumnType.of(field))
+        types = {column: ColumnType.of_all(each) for column, each in of_fields.items()}
         time = ColumnType("time" if layout.time_format == "timestamp" else "id")
         if layout.ages:
             types.setdefault(self._time, time)
         self.columns, self._features = tuple(types), dict(types)
-        in_columns = layout.ages or any(field.encoding == "synthetic" for field in schema.sparse)
+        mixed = any(len(set(each)) > 1 for each in of_fields.values())
+        in_columns = mixed or layout.ages or any(field.encoding == "synthetic" for field in schema.sparse)
         self._request_encoder = None if in_columns else _RequestEncoder(schema, self._features, layout, encoder)
         types.setdefault(SAMPLE_ID, ColumnType("id"))
         types.setdefault(self._time, time)
@@ -229,11 +233,27 @@ class SampleCodec:
         for name in self._types:
             if table.column_names.count(name) > 1:
                 raise ValueError(f"several columns have the name {name!r}; keep one of them, or rename the others")
-        table = table.select([name for name in self._types if name in table.column_names])
-        found = long_texts(table)
+        table, unreadable = unreadable_rows(table.select([name for name in self._types if name in table.column_names]))
+        found = long_texts(table) | {row: f"column {name}: {problem}" for row, (name, problem) in unreadable.items()}
         kept = np.setdiff1d(np.arange(table.num_rows), list(found))
         bad = tuple(BadSample(row, reason) for row, reason in found.items())
         return RawSamples(table.take(pa.array(kept)) if found else table, kept, bad)
+
+    def with_absent_columns(self, samples: RawSamples) -> tuple[RawSamples, list[str]]:
+        """Adds the columns of features that no sample has, with nulls; returns their names, too.
+
+        Samples that have a value in none of all these columns become bad ones.
+        """
+        table = samples.table
+        absent = [name for name in self.columns if name not in table.column_names]
+        for name in absent:
+            table = table.append_column(name, to_array([None] * table.num_rows, self._types[name]))
+        given = np.zeros(table.num_rows, bool)
+        for name in self.columns:
+            given |= table[name].is_valid().to_numpy()
+        reason = "it has a value in no column of the features"
+        bad = [*samples.bad, *(BadSample(row, reason) for row in samples.index[~given].tolist())]
+        return RawSamples(table.filter(pa.array(given)), samples.index[given], tuple(bad)), absent
 
     def encode(self, samples: RawSamples, *, training: bool = True) -> Encoded:
         """Encodes all good samples.

@@ -7,7 +7,7 @@ first lines. If a key occurs twice in an object, its last value counts.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
 from typing import Any, Literal
@@ -72,6 +72,13 @@ class ColumnType:
     def of(field: RawField) -> "ColumnType":
         """Returns the type of a raw field's column."""
         return ColumnType(_KINDS[field.kind], field.separator, field.weight_separator, field.null)
+
+    @staticmethod
+    def of_all(types: Sequence["ColumnType"]) -> "ColumnType":
+        """Returns the type of a column of several fields: its values are any of theirs; `SampleColumns` tells which."""
+        null = tuple(text for text in types[0].null if all(text in each.null for each in types))
+        alike = len({replace(each, null=()) for each in types}) == 1
+        return replace(types[0], null=null) if alike else ColumnType("id", null=null)
 
     @cached_property
     def null_numbers(self) -> list[float]:
@@ -217,9 +224,11 @@ def _text(value: Any, _: ColumnType) -> str:
     return str(value)
 
 
-def _label(value: Any, column: ColumnType) -> str:
+def _label(value: Any, column: ColumnType) -> str | None:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if value != value:  # NaN, a missing label in Parquet, too
+        return None
     return repr(value) if isinstance(value, float) else _text(value, column)
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, Schema, SourceFile, Split, library_versions
 from cowrec.data_pipeline.dataset.shards import check_replaceable, disk_errors, new_folder
 from cowrec.data_pipeline.encoding import Encoder
-from cowrec.data_pipeline.raw.inputs import Partition, RawFile, Source, find_inputs, partitions, stamp
+from cowrec.data_pipeline.raw.inputs import Partition, RawFile, Source, find_groups, find_inputs, partitions, stamp
 from cowrec.data_pipeline.raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_schema_file
 from cowrec.data_pipeline.raw.parsing import BadRowLedger, check_same_types, check_types
 from cowrec.data_pipeline.raw.reading import look, survey
@@ -73,7 +73,7 @@ def prepare(
         ValueError: invalid settings or data; the message names file, line and column. OSError: the disk is full.
     """
     config, report = config or PrepareConfig(), progress or (lambda _: None)
-    groups = _paths((inputs, validation, test), scheduler, new=like is None)
+    groups = find_groups(_paths((inputs, validation, test), scheduler, new=like is None))
     earlier = Schema.load(like) if like is not None else None
     described, sources = _look(_layout(layout, schema_file, earlier), groups, keep, need_label=earlier is None)
     if earlier is None:
@@ -164,7 +164,7 @@ def _look(
     layout: Layout, groups: Iterable[Sequence[str]], keep: Sequence[str], *, need_label: bool
 ) -> tuple[Layout, list[Source]]:
     """Checks the columns of all files before any is read. Returns the layout, with what is `absent`, and the files."""
-    looks = [look(file) for file in find_inputs(list(chain.from_iterable(groups)))]
+    looks = [look(file) for file in chain.from_iterable(groups)]
     described = dataclasses.replace(layout, keep=tuple(dict.fromkeys([*layout.keep, *keep])))
     if not need_label:
         described = _without_absent(described, [source for source, _ in looks], keep)
@@ -246,8 +246,8 @@ def _split_rule(
 
 
 def _by_files(files: Sequence[RawFile], groups: Sequence[Sequence[str]]) -> SplitRule | None:
-    """Returns the rule for the inputs of each split; None without inputs of the test split."""
-    _, validation, test = (len(find_inputs(group)) if group else 0 for group in groups)
+    """Returns the rule for the files of each split; None without files of the test split."""
+    _, validation, test = map(len, groups)
     samples, first_test = [file.samples for file in files], len(files) - test
     if not test:
         return None

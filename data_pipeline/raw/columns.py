@@ -93,8 +93,7 @@ class SampleColumns:
         found = as_id_text(without_nan(column, ["NaN"]))
         if found is None:
             raise _wrong_type(label.column, column.type, "labels: numbers, truth values or text")
-        text = without_markers(found[0].fill_null(""), label.null)
-        values, wrong = label.values(text)
+        values, wrong = label.values(found[0].fill_null(""))
         if self._for_prediction:
             return values
         self._fail(wrong, label.column, self._columns[label.column], label.rule)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, unquote
@@ -34,11 +34,19 @@ def find_inputs(inputs: Sequence[str]) -> list[str]:
         ValueError: a file does not exist, is empty, no regular file (a pipe cannot be read again) or given twice; a
             pattern matches nothing, or a folder has no file.
     """
-    if not inputs:
+    return find_groups([inputs])[0]
+
+
+def find_groups(groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Returns the files of groups of inputs, of which the first has some; raises as :func:`find_inputs`."""
+    if not groups[0]:
         raise ValueError("no input file given")
-    files = [file for each in inputs for file in find_files(each if is_remote(each) else str(local_path(each)))]
+    found = [
+        [file for each in inputs for file in find_files(each if is_remote(each) else str(local_path(each)))]
+        for inputs in groups
+    ]
     seen: set[str] = set()
-    for file in files:
+    for file in chain.from_iterable(found):
         try:
             size, _ = stamp(file)
         except FileNotFoundError:
@@ -49,7 +57,7 @@ def find_inputs(inputs: Sequence[str]) -> list[str]:
         if key in seen:
             raise ValueError(f"input file {file} is given twice; its samples would count double")
         seen.add(key)
-    return files
+    return found
 
 
 def partition_of(place: str) -> tuple[tuple[str, str | None], ...]:
@@ -255,7 +263,9 @@ def find_files(text: str) -> list[str]:
 
 def _find_local(text: str) -> list[str]:
     if os.path.isdir(text):
-        return _files_below(text)
+        if not (below := _files_below(text)):
+            raise ValueError(f"input folder {text} has no file (names that start with . or _ are left out)")
+        return below
     if os.path.exists(text) or not PATTERN & set(text):
         return [text]
     parts = Path(text).parts
@@ -263,9 +273,11 @@ def _find_local(text: str) -> list[str]:
     found = {path: Path(path).parts for path in glob.glob(text, recursive=True)}
     shown = (path for path in found if not _is_hidden(found[path][plain:], parts[plain:]))
     matches = sorted(shown, key=found.__getitem__)
-    if not matches:
+    # A folder and its files may both match.
+    files = dict.fromkeys(file for each in matches for file in (_files_below(each) if os.path.isdir(each) else (each,)))
+    if not files:
         raise ValueError(f"input {text}: no file or folder matches this pattern (names with . or _ first are left out)")
-    return [file for each in matches for file in (_files_below(each) if os.path.isdir(each) else (each,))]
+    return list(files)
 
 
 def _is_hidden(name: Sequence[str], pattern: Sequence[str]) -> bool:
@@ -279,8 +291,6 @@ def _files_below(folder: str) -> list[str]:
     for parent, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [each for each in folders if not each.startswith(HIDDEN)]
         found += [os.path.join(parent, name) for name in names if not name.startswith(HIDDEN)]
-    if not found:
-        raise ValueError(f"input folder {folder} has no file (names that start with . or _ are left out)")
     return sorted(found, key=lambda path: Path(path).parts)
 
 

@@ -30,7 +30,7 @@ from cowrec.data_pipeline.dataset.schema import (
 )
 
 from .inputs import Source
-from .values import as_numbers, marker_numbers, mask
+from .values import as_numbers, marker_numbers, mask, without_markers
 
 LABEL_ADVICE = (
     '. Name the positive values in the schema file, as in positive = ["1"], where all others are negative, or give a'
@@ -49,7 +49,7 @@ class RawLabel:
         column: raw column; the name by default.
         positive: values that are positive; all others are negative. A number here means that number in any notation.
         threshold: numbers of at least this are positive, other numbers negative.
-        null: texts that mean a missing label, as the empty text always does.
+        null: texts that mean a missing label, as the empty text always does. A number means it in any notation, too.
     """
 
     name: str = LABEL
@@ -75,11 +75,14 @@ class RawLabel:
         return "a label must be 0 or 1"
 
     def values(self, text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-        """Converts strings [R] without nulls, among which the empty text is a missing label.
+        """Converts strings [R] without nulls, among which the empty text and those of `null` are missing labels.
 
         Returns:
             float32 [R]: 0, 1, or NaN where missing or wrong; and bool [R], True where wrong.
         """
+        if markers := marker_numbers(self.null):
+            text = pc.if_else(pa.array(np.isin(as_numbers(text)[0], markers)), pa.scalar("", text.type), text)
+        text = without_markers(text, self.null)
         missing = mask(pc.equal(text, ""))
         if self.positive:
             positive = mask(pc.is_in(text, pa.array(self.positive, text.type)))

@@ -138,26 +138,33 @@ def raw_table(block: Block, layout: Layout) -> "RawTable":
 
 
 def _readable(block: Block, table: pa.Table) -> "RawTable":
-    """Returns the rows whose text is UTF-8, which Parquet does not ensure."""
-    if not _is_readable(table):
-        table = pa.table({name: _takeable(table[name]) for name in table.column_names})
+    """Returns the rows whose values are valid, which Parquet does not ensure."""
     places = np.arange(block.first_place, block.first_place + block.samples)
-    bad = [
-        BadRow(
-            block.source,
-            int(places[row]),
-            next(name for name in table.column_names if not _is_readable(_copy(table.select([name]), row, row + 1))),
-            "not UTF-8; write the column as text in UTF-8",
-        )
-        for row in _unreadable(table)
-    ]
-    good = np.setdiff1d(np.arange(len(places)), [each.number - block.first_place for each in bad])
+    table, wrong = unreadable_rows(table)
+    bad = [BadRow(block.source, int(places[row]), *found) for row, found in wrong.items()]
+    good = np.setdiff1d(np.arange(len(places)), list(wrong))
     return RawTable(table.take(pa.array(good)) if bad else table, places[good], bad)
 
 
+def unreadable_rows(table: pa.Table) -> tuple[pa.Table, dict[int, tuple[str, str]]]:
+    """Returns a table, of which rows can be taken, and by row the column and what is wrong with it.
+
+    Text that is not UTF-8 is, and what else Arrow does not check as it reads, such as the day of a date.
+    """
+    if not _problem(table):
+        return table, {}
+    table = pa.table({name: _takeable(table[name]) for name in table.column_names})
+
+    def first(row: int) -> tuple[str, str]:
+        columns = ((name, _problem(_copy(table.select([name]), row, row + 1))) for name in table.column_names)
+        return next((name, problem) for name, problem in columns if problem)
+
+    return table, {row: first(row) for row in _unreadable(table)}
+
+
 def _unreadable(table: pa.Table, start: int = 0) -> list[int]:
-    """Returns the rows, counted from `start`, whose text is not UTF-8."""
-    if _is_readable(table):
+    """Returns the rows, counted from `start`, that have a problem."""
+    if not _problem(table):
         return []
     rows, half = table.num_rows, table.num_rows // 2
     if rows == 1:
@@ -170,14 +177,15 @@ def _copy(table: pa.Table, start: int, stop: int) -> pa.Table:
     return table.take(pa.array(np.arange(start, stop)))
 
 
-def _is_readable(table: pa.Table) -> bool:
+def _problem(table: pa.Table) -> str:
+    """Returns what is wrong with a value; empty if nothing is."""
     try:
         table.validate(full=True)
         for chunk in (chunk for column in table.columns for chunk in column.chunks):
             _require_utf8(chunk)
-    except pa.ArrowInvalid:
-        return False
-    return True
+    except pa.ArrowInvalid as error:
+        return "not UTF-8; write the column as text in UTF-8" if "UTF8" in str(error) else str(error)
+    return ""
 
 
 def _require_utf8(values: pa.Array) -> None:

@@ -15,6 +15,7 @@ MAX_OVERHEAD = 4
 """Stored samples per waiting sample above which samples already returned are freed."""
 MIN_COMPACTED_ROWS = 1 << 16
 MAX_PARTS = 64
+"""Arrays of one column, or of ids, which are joined beyond that: each costs time, and more memory than a sample."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,11 @@ class ReorderBuffer:
             return self
         order = np.argsort(time, kind="stable")
         index = np.searchsorted(self.time, time[order], side="right")
+        joined = pa.concat_tables([self.table, table]) if len(self) else table
         return ReorderBuffer(
             np.insert(self.time, index, time[order]),
             np.insert(self.row, index, self.table.num_rows + order),
-            pa.concat_tables([self.table, table]) if len(self) else table,
+            joined.combine_chunks() if joined.column(0).num_chunks > MAX_PARTS else joined,
         )
 
     def first(self, count: int) -> pa.Table:

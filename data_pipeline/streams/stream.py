@@ -8,8 +8,9 @@ watermark (counted as forced); if no sample arrives for `max_wait_seconds`, all 
 and the last batch is short.
 
 Malformed samples (not JSON, a value of the wrong type, no label, no time, a time too far in the future or not in
-`TIME_LIMITS`) are dropped and counted, and the first ones are logged. A chunk in which no sample has some column, or
-whose column has a wrong type, is malformed as a whole.
+`TIME_LIMITS`, JSON without any feature) are dropped and counted, and the first ones are logged. A key that JSON lacks
+is a missing value, and a column that no sample of a chunk has is logged once. A table without a column, or whose column
+has a wrong type, is malformed as a whole.
 
 Duplicates: a sample whose `sample_id` is one of the last `duplicates_window` distinct ones is dropped and counted.
 Samples without an id are never duplicates; ids of malformed samples are not remembered.
@@ -138,7 +139,7 @@ class SampleStream:
         if late not in ("drop", "train"):
             raise ValueError(f"late must be drop or train, got {late!r}")
         self._source, self._codec, self._ahead = PatientSource(source), codec, ahead_seconds
-        self._logged, self._since = 0, time.monotonic()
+        self._logged, self._since, self._absent = 0, time.monotonic(), set[str]()
         self._batch_size, self._lateness, self._late = batch_size, lateness_seconds, late
         self._max_wait, self._max_waiting = max_wait_seconds, most_waiting
         self.position = position or Position()
@@ -357,8 +358,13 @@ class SampleStream:
         return _joined(parts, starts)
 
     def _encode_all(self, samples: Sequence[bytes] | pa.Table) -> Encoded:
-        is_table = isinstance(samples, pa.Table)
-        return self._codec.encode(self._codec.from_table(samples) if is_table else self._codec.from_json(samples))
+        if isinstance(samples, pa.Table):
+            return self._codec.encode(self._codec.from_table(samples))
+        given, absent = self._codec.with_absent_columns(self._codec.from_json(samples))
+        for name in sorted({*absent} - self._absent if len(given.table) else ()):
+            self._absent.add(name)
+            logger.warning("no sample of a chunk has the column %r, whose values count as missing", name)
+        return self._codec.encode(given)
 
     def _malformed(self, count: int, error: Exception) -> Encoded:
         """Returns so many samples, all malformed."""

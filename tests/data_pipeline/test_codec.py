@@ -15,7 +15,7 @@ from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.dataset.schema import MISSING
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.data_pipeline.raw.values import as_id_text
-from raw_cases import NULLS_SCHEMA, RECENT, raw_rows, write_rows
+from raw_cases import NULLS_SCHEMA, RECENT, prepare_text, raw_rows, write_rows
 from refusal import refused
 
 TIMED = 'time = "seen at"\n' + NULLS_SCHEMA.replace('"-1"', f'"-1", "{2**63 - 1}"').replace("\n]", f"\n{RECENT}\n]")
@@ -269,3 +269,29 @@ def test_no_samples(codec):
     assert codec.encode(codec.from_json([])).table.num_rows == 0
     rows, bad = codec.encode_request([])
     assert (len(rows), bad) == (0, ())
+
+
+def test_a_column_of_several_fields_has_the_values_of_each(tmp_path):
+    """As an id and as a number, of which each has missing values of its own, in all ways and for one sample or more."""
+    toml = """
+    time = "time"
+    fields = [
+    {name = "n", kind = "numeric", column = "x", null = ["-1"]}, {name = "c", kind = "categorical", column = "x"},
+    {name = "d", kind = "categorical", column = "y", null = ["-1"]}, {name = "m", kind = "numeric", column = "y"}]
+    """
+    values = [(0, 0), (1, -1), (-1, 2), (5.5, 3), (None, None), (7, 0)]
+    rows = [f"{n % 2},{x},{y},7".replace("None", "") for n, (x, y) in enumerate(values)]
+    text = "\n".join(["label,x,y,time", *rows])
+    config = PrepareConfig(test_fraction=0.0, split="order", dense="none")
+    schema = prepare_text(tmp_path, toml, text, config=config)
+    expected = load_shards(tmp_path / "out", schema, "train", [0])
+    codec = SampleCodec.load(tmp_path / "out")
+    samples = [{"x": x, "y": y, "label": n % 2, "time": 7} for n, (x, y) in enumerate(values)]
+    for raw in (codec.from_json([json.dumps(each).encode() for each in samples]), codec.from_objects(samples)):
+        encoded = codec.encode(raw)
+        assert encoded.bad == ()
+        check_equal(encoded.block, expected)
+    for number, each in enumerate(samples):
+        few, bad = codec.encode_request([each])
+        assert bad == ()
+        check_equal(few, expected.take(torch.tensor([number])), labelled=False)

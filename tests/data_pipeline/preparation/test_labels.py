@@ -25,7 +25,7 @@ def number(text):
 def expected(text, label):
     """The documented rules, one value at a time."""
     value = number(text)
-    if text == "":
+    if text == "" or text in label.null or (value is not None and value in map(number, label.null)):
         return None
     if label.positive:
         return float(text in label.positive or (value is not None and value in map(number, label.positive)))
@@ -37,6 +37,7 @@ def expected(text, label):
 
 
 LABELS = [RawLabel(), RawLabel(threshold=3.5), RawLabel(threshold=-2)]
+LABELS += [RawLabel(threshold=1, null=("-1",)), RawLabel(positive=("4",), null=("no", "-1.50"))]
 LABELS += [RawLabel(positive=("1",)), RawLabel(positive=("yes", "4", "-1.50"))]
 NUMBERS = ["0", "1", "1.0", "0.0", "-0", "1e0", "4", "04", "-1", "4.0", "-1.5", "3.5", "3.49"]
 TEXTS = ["", "true", "False", "TRUE", "yes", "YES", "no", "x"]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline.raw.inputs import partitions
 from raw_cases import prepare_text, read_split
 from refusal import refused
 
@@ -140,7 +141,7 @@ def test_an_order_that_leaks_the_future_is_reported(tmp_path, caplog):
     assert 'use split = "time"' in message
 
 
-def test_files_of_splits(tmp_path):
+def test_files_of_splits(tmp_path, monkeypatch):
     (tmp_path / "schema.toml").write_text(SCHEMA)
     day = {name: tmp_path / f"{name}.csv" for name in ("a", "b", "c", "d")}
     for number, (name, rows) in enumerate(zip(day, (5, 4, 3, 2), strict=True)):
@@ -157,6 +158,14 @@ def test_files_of_splits(tmp_path):
     assert split([day["a"], day["b"]], validation=[day["c"]], test=[day["d"]]) == expected
     expected = {"train": list(range(5)), "test": list(range(5, 14))}
     assert split([day["a"]], test=[tmp_path / "[bcd].csv"]) == expected
+
+    def file_comes(*given):
+        (tmp_path / "e.csv").write_text(day["a"].read_text())
+        return partitions(*given)
+
+    monkeypatch.setattr("cowrec.data_pipeline.preparation.prepare.partitions", file_comes)
+    assert split([day["a"]], test=[tmp_path / "[bcde].csv"]) == expected, "a file came after the first look"
+    monkeypatch.undo()
     message = "files of the splits are for a new data set; give those of the test split"
     refused(message, split, [day["a"]], validation=[day["b"]])
     refused(r"a\.csv is given twice", split, [day["a"]], test=[day["a"]])

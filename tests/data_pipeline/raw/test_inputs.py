@@ -32,7 +32,9 @@ def test_files_keep_their_order_and_others_are_sorted(folder):
     assert paths("more") == paths("more/*") == paths("more/**/*.csv") == nested
     assert paths(folder) == ["city=K%C3%B6ln/b.csv", "day_1.csv", "day_10.csv", "day_2.csv", *nested, "x[1].csv"]
     assert paths("*.c[rs]*") == paths("./*.c*v") == ["day_1.csv", "day_10.csv", "day_2.csv", "x[1].csv"]
-    assert paths("*") == paths(folder)
+    (folder / "more" / "nothing yet").mkdir()
+    assert paths("*") == paths("**") == paths("**/*") == paths(folder)
+    assert paths("more/**") == nested
     assert paths("_S*", "_*/*.csv", ".*rc") == ["_SUCCESS", "_old/a.csv", ".day.crc"]
     assert paths("day_2.csv", "more") == ["day_2.csv", *nested]
 

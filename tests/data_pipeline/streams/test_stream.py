@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cowrec.data_pipeline import Position, SampleStream
+from cowrec.data_pipeline import Position, SampleCodec, SampleStream
 from cowrec.data_pipeline.streams import reorder
 from cowrec.data_pipeline.streams.directory import DirectorySource
 from cowrec.data_pipeline.streams.reorder import MIN_SAMPLES, SLACK_SECONDS, SPREADS, WINDOW, follow
@@ -224,12 +224,20 @@ def test_malformed_samples_are_counted_and_logged(codec, caplog):
         assert text in caplog.text
 
 
-def test_a_chunk_without_a_column_is_malformed_and_the_stream_continues(codec, caplog):
+def test_a_key_that_is_left_out_is_a_missing_value_however_polls_divide_the_stream(codec, caplog):
+    """Of JSON, of which programs leave out what is null; a table without a column is of another kind."""
     without = {key: value for key, value in sample(1, 1).items() if key != "tags"}
-    partitions = {"p": lines([without]), "q": lines([sample(2, 2)])}
-    stream = SampleStream(RandomSource(partitions, random.Random(0)), codec, batch_size=1)
+    other = {key: value for key, value in sample(3, 3).items() if key in ("label", "time", "sample_id")}
+    for seed in range(5):
+        given = lines([without, sample(2, 2), other, without | {"number": 4, "sample_id": "4"}])
+        stream = SampleStream(RandomSource({"p": given}, random.Random(seed)), codec, batch_size=1, lateness_seconds=9)
+        assert sorted(all_numbers(stream)) == [1, 2, 4]
+        assert stream.counters["malformed"] == 1
+    for text in ("has the column 'tags', whose values count as missing", "has a value in no column of the features"):
+        assert text in caplog.text
+    table = as_table([sample(1, 1)]).drop_columns(["tags"])
+    stream = SampleStream(RandomSource({"p": table, "q": lines([sample(2, 2)])}, random.Random(0)), codec, batch_size=1)
     assert all_numbers(stream) == [2]
-    assert stream.counters["malformed"] == 1
     assert "no sample has the column 'tags'" in caplog.text
 
 
@@ -247,8 +255,9 @@ UNREADABLE = {
     ),
     "a negative time": ("time", lambda times: at(times, -1), "must be in [0, 2^32) Unix seconds"),
     "a late time": ("time", lambda times: at(times, 1 << 32), "must be in [0, 2^32) Unix seconds"),
-    "bytes that are no text": ("id", lambda ids: not_utf8(ids).cast(pa.binary()), "Invalid UTF8"),
-    "text that is not UTF-8": ("label", lambda labels: not_utf8(labels.cast(pa.string())), "Invalid UTF8"),
+    "bytes that are no text": ("id", lambda ids: not_utf8(ids).cast(pa.binary()), "column id: not UTF-8"),
+    "text that is not UTF-8": ("label", lambda labels: not_utf8(labels.cast(pa.string())), "label: not UTF-8"),
+    "a feature that is not UTF-8": ("id", not_utf8, "column id: not UTF-8"),
     "a column that occurs twice": (None, lambda numbers: numbers, "several columns have the name 'number'"),
     "a list of numbers": ("number", lambda numbers: pa.array([[1.0]] * 10), "has the type list"),
 }
@@ -278,11 +287,16 @@ def test_what_cannot_be_encoded_is_malformed_and_the_stream_continues(codec, cap
 
 def test_samples_that_cannot_be_encoded_are_looked_for_in_a_bounded_number_of_parts(tmp_path, opened, monkeypatch):
     """The fourth sample of ten is found with 4 failures; with fewer allowed, its part is malformed as a whole."""
-    table = as_table(numbered(10))
-    ids = not_utf8(table["id"].combine_chunks()).cast(pa.binary())
-    table = table.set_column(table.column_names.index("id"), "id", ids)
+
+    def encode(self, samples, **options):
+        if 3 in samples.table["number"].to_pylist():
+            raise pa.ArrowInvalid("of a kind that nobody has thought of")
+        return encode_known(self, samples, **options)
+
+    encode_known = SampleCodec.encode
+    monkeypatch.setattr(SampleCodec, "encode", encode)
     (tmp_path / "in").mkdir()
-    pq.write_table(table, tmp_path / "in" / "0.parquet")
+    pq.write_table(as_table(numbered(10)), tmp_path / "in" / "0.parquet")
     (tmp_path / "in" / "_END").touch()
     for most, lost in ((4, {3}), (3, {3, 4}), (0, set(range(10)))):
         monkeypatch.setattr("cowrec.data_pipeline.streams.stream.MOST_HALVED", most)
