@@ -20,13 +20,9 @@ FORMAT = 1
 MAGIC = b"cowrec-published"  # its length keeps the tensors aligned
 _DENSE = "dense/"
 _ABOUT = ("version", "previous", "kind", "lineage", "created")
-_DTYPES = {
-    f"{letter}{8 * size}": np.dtype(f"{kind}{size}")
-    for letter, kind in (("I", "i"), ("U", "u"), ("F", "f"))
-    for size in (1, 2, 4, 8)
-    if letter != "F" or size > 1
-} | {"BOOL": np.dtype(bool)}
-"""Of tables and of the buffers of networks, by their names in safetensors."""
+_INTEGERS = {"I8": "i1", "I16": "i2", "I32": "i4", "I64": "i8", "U8": "u1", "U16": "u2", "U32": "u4", "U64": "u8"}
+_DTYPES = {**_INTEGERS, "F16": "f2", "F32": "f4", "F64": "f8", "BOOL": "?"}
+"""numpy's types of tables and of the buffers of networks, by their names in safetensors."""
 _HEADER = len(MAGIC) + hashlib.sha256().digest_size
 
 Kind = Literal["full", "delta"]
