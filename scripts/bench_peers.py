@@ -1,7 +1,7 @@
 """Benchmark of training speed against other libraries on the same ids, model, machine and number of threads.
 
     python scripts/bench_peers.py --output peers.jsonl
-    python scripts/bench_peers.py --output peers.jsonl --only cowrec-fp32,torch-sparse-adam --batch-sizes 8K
+    python scripts/bench_peers.py --output few.jsonl --only cowrec-fp32,torch-sparse-adam --batch-sizes 8K
     python scripts/bench_peers.py --output din.jsonl --din DATA/ml_histories
 
 All train DeepFM (embeddings of 10, MLP 400-400-400) on the samples of `cowrec bench`. They run in turns over several
@@ -26,6 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cowrec.trainer.runtime.environment import PROCESS_SETTINGS, prepare_process
+
+if __name__ == "__main__":
+    prepare_process()  # before torch is loaded
+
 import numpy as np
 import torch
 
@@ -41,7 +46,6 @@ from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.run_dir import to_json
-from cowrec.trainer.runtime.environment import PROCESS_SETTINGS
 from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 
@@ -110,6 +114,8 @@ def main() -> None:
         "--venvs", type=Path, default=ROOT / "build" / "peers", help="virtual environments [%(default)s]"
     )
     arguments = parser.parse_args()
+    if arguments.output.exists():
+        parser.error(f"--output {arguments.output} exists; move it, or choose another file")
     try:
         names = list(dict.fromkeys(parse_list(arguments.only)))
         for name in names:

@@ -18,7 +18,7 @@ from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.training.loop import train
 
 CONFIG = Path(__file__).resolve().parents[1] / "trainer" / "configs" / "demo.toml"
-SUMMARY, PLOT = "summary.json", "demo.png"
+SUMMARY, PLOT, MARKER = "summary.json", "demo.png", ".demo"
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,20 @@ RUNS = (SMALL, Run("default rule", 64), Run("not scaled", 64, "none"), Run("line
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for data, runs and plot")
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="new folder, or that of an earlier demo")
     # Two epochs are 206 steps at the large batch: a rule cannot be judged from much fewer.
     parser.add_argument("--rows", type=int, default=420_000, help="training samples to synthesize")
     arguments = parser.parse_args()
-    print(demo(arguments.output, SynthesizeConfig(rows=arguments.rows)))
+    output: Path = arguments.output
+    if output.exists() and any(output.iterdir()) and not (output / MARKER).exists():
+        parser.error(f"{output} is not empty and not the folder of an earlier demo; choose another --output")
+    print(demo(output, SynthesizeConfig(rows=arguments.rows)))
 
 
 def demo(output: Path, samples: SynthesizeConfig) -> str:
     """Trains all runs on new samples, in place of those of an earlier call. Returns the table and the files' names."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MARKER).touch()
     for earlier in ("data", *(folder(run) for run in RUNS)):
         shutil.rmtree(output / earlier, ignore_errors=True)
     print(f"synthesizing {samples.rows:,} samples in {output / 'data'}", flush=True)

@@ -237,7 +237,7 @@ def summary(line: Line) -> str:
     client = f"client {line['client_cpu']:.0%} of a core"
     if "overload" in line:
         return (
-            f"{about}, {line['overload']:g} times the knee: {found} ms, {line['shed']:.0%} refused,"
+            f"{about}, {line['overload']:g} times the knee: {found}, {line['shed']:.0%} refused,"
             f" {line['given_up']:.0%} given up, health within {line['health_max_ms']:.0f} ms, {client}"
         )
     return (

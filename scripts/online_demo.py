@@ -13,7 +13,6 @@ import argparse
 import http.client
 import http.server
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -64,13 +63,14 @@ NAMES = {"online": "online, as served", "daily": "retrained daily", "never": "ne
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("build/online_demo"), help="folder, replaced if it exists")
+    parser.add_argument("--output", type=Path, default=Path("build/online_demo"), help="folder, new or empty")
     parser.add_argument("--days", type=int, default=16, help="days of sample time")
     parser.add_argument("--rate", type=float, default=3000.0, help="samples per second")
     parser.add_argument("--port", type=int, default=8010, help="port of the page; the server uses the next one")
     arguments = parser.parse_args()
     folder: Path = arguments.output
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists() and any(folder.iterdir()):
+        parser.error(f"{folder} is not empty; remove it, or choose another --output")
     (folder / "incoming").mkdir(parents=True)
     synthesize_drifting(folder / "data", DRIFT, test_rows=1000)
     (folder / "index.html").write_text(PAGE)

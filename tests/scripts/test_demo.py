@@ -57,6 +57,20 @@ def test_runs_summary_table_and_plot(tmp_path: Path) -> None:
     assert min(plt.imread(tmp_path / "demo.png").shape[:2]) > 400
 
 
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / "data" / "clicks" / "mine.parquet"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    for script in ("demo.py", "online_demo.py"):
+        program = Path(__file__).resolve().parents[2] / "scripts" / script
+        ended = subprocess.run(
+            [sys.executable, program, "--output", tmp_path], capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 2
+        assert f"{tmp_path} is not empty" in ended.stderr
+        assert list(tmp_path.rglob("*")) == [tmp_path / "data", mine.parent, mine]
+
+
 SCRIPT = str(Path(__file__).resolve().parents[2] / "scripts" / "torchrec_dlrm_example.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Use the loopback interface regardless of the host name; one thread per process suffices.

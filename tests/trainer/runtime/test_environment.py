@@ -37,7 +37,7 @@ ENTRY_POINTS = {
     "cowrec": "from cowrec.trainer.__main__ import main; main()",
     "python -m cowrec.trainer": "import runpy; runpy.run_module('cowrec.trainer', run_name='__main__')",
 }
-for script in ("demo.py", "online_demo.py"):
+for script in ("demo.py", "online_demo.py", "bench_peers.py"):
     ENTRY_POINTS[script] = f"import runpy; runpy.run_path('{ROOT}/scripts/{script}', run_name='__main__')"
 
 
