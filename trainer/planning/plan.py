@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, product
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,7 @@ from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstima
 from torchrec.distributed.planner.types import Shard, ShardingOption
 
 from cowrec.data_pipeline import Batch, Reader, Schema
+from cowrec.trainer.config.checks import require
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import ShardingKind
 from cowrec.trainer.runtime.processes import Process
@@ -51,6 +53,11 @@ class Cluster:
     device: Literal["cpu", "cuda"] = "cuda"
     memory_gb: float = 80.0
     host_memory_gb: float = 2000.0
+
+    def __post_init__(self) -> None:
+        for name in ("memory_gb", "host_memory_gb"):
+            size = getattr(self, name)
+            require(f"--{name.replace('_', '-')}", size, 0 < size < inf, "above 0 and finite")
 
     @property
     def ranks(self) -> int:

@@ -175,6 +175,9 @@ def test_plan_names_what_does_not_fit_and_what_does(cowrec: Cowrec, folder: Path
     (largest, *_) = plan(cowrec, folder, small, *settings)[1]["ranks"]
     assert largest["device_bytes"] < sum(largest["memory"].values()) - 12 * 64 * 5_000_000
     assert largest["host_bytes"] > 2 * 12 * 64 * 5_000_000  # with a checkpoint's copy
+    for flag, size in (("--memory-gb", "inf"), ("--host-memory-gb", "inf")):
+        code, _, said = cowrec("plan", folder / "run.toml", "--data", folder / "data", "--hosts", "1", flag, size)
+        assert (code, f"{flag} must be above 0 and finite, got {size}" in said) == (2, True), said
 
 
 def test_torchrecs_planner_plans_without_its_gpus(cowrec: Cowrec, folder: Path) -> None:
