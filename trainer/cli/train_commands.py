@@ -120,7 +120,7 @@ def online(
 
 @app.command()
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or not.")],
+    runs: Annotated[list[str], typer.Argument(help="Folders of runs, finished or not; paths or s3://BUCKET/RUN.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="PNG, SVG or PDF file to write.")] = Path("runs.png"),
 ) -> None:
     """Draws the curves of one or several runs in one figure, and prints a table of their quality.
@@ -133,11 +133,14 @@ def plot(
     """
     from cowrec.data_pipeline.files import require_target
     from cowrec.trainer.reports.run_curves import FORMATS, RunCurves, curves_table, plot_runs
+    from cowrec.trainer.runs.remote_run import local_copy
     from cowrec.trainer.runs.run_dir import METRICS
 
     if output.suffix.lstrip(".") not in FORMATS:
         raise ValueError(f"{output} must end in one of: {', '.join('.' + each for each in FORMATS)}")
     require_target(output)
-    names = [run.name for run in runs]
-    curves = [RunCurves.read(run.name if names.count(run.name) == 1 else str(run), run / METRICS) for run in runs]
+    names = [Path(run).name for run in runs]
+    labels = [name if names.count(name) == 1 else run for name, run in zip(names, runs, strict=True)]
+    folders = [local_copy(run, "run", copied=lambda name: name.startswith(METRICS)) for run in runs]
+    curves = [RunCurves.read(label, each / METRICS) for label, each in zip(labels, folders, strict=True)]
     print(f"{curves_table(curves)}\n\nplot: {plot_runs(curves, output)}")

@@ -33,12 +33,15 @@ def checksums(files: Iterable[Path]) -> Files:
     return {each.name: [each.stat().st_size, checksum(each)] for each in sorted(files)}
 
 
-def local_copy(place: Place, what: str = "folder", *, shards: bool = True) -> Path:
+def local_copy(
+    place: Place, what: str = "folder", *, shards: bool = True, copied: Callable[[str], bool] = lambda _: True
+) -> Path:
     """Returns the local path of a place; a folder in an object store is copied first, what has changed of it.
 
     Args:
         what: the folder is, for messages.
         shards: whether to copy the shards of a data set, too, which otherwise are copied when they are read.
+        copied: chooses the files by their names; all by default.
 
     Raises:
         ValueError: there is no such folder in the object store.
@@ -51,7 +54,7 @@ def local_copy(place: Place, what: str = "folder", *, shards: bool = True) -> Pa
     folder.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (_mirror(RemoteFolder(uri), folder) if shards else copy_without_shards(uri, folder)):
+        if not (_mirror(RemoteFolder(uri), folder, copied) if shards else copy_without_shards(uri, folder)):
             raise ValueError(f"{what} {uri} does not exist, or is empty")
     return folder
 

@@ -233,7 +233,7 @@ def warm_start(state: TrainState, *, timed: bool) -> None:
         ValueError: the folder is not a run, the fields or the network differ, or ids cannot be matched.
     """
     config, schema, process = state.plan.config, state.plan.schema, state.plan.process
-    source = Path(config.train.warm_start)
+    source = local_copy(config.train.warm_start, "run")
     earlier_config, earlier = run_of(source)
     _require_same_fields(source, earlier, schema)
     # The precision is the process's, and stays that of this run.

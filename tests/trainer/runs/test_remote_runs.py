@@ -13,6 +13,7 @@ import pyarrow.fs as pafs
 import pytest
 import torch
 
+from commands.command_line import Cowrec
 from cowrec.data_pipeline import Reader
 from cowrec.data_pipeline.dataset.shards import shard_path
 from cowrec.data_pipeline.remote import RemoteFolder, fetch_missing
@@ -126,7 +127,7 @@ def files(folder: Path) -> set[str]:
     return {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
 
 
-def test_a_run_in_an_object_store_equals_a_local_one(folder: Path, server: S3Server) -> None:
+def test_a_run_in_an_object_store_equals_a_local_one(folder: Path, server: S3Server, cowrec: Cowrec) -> None:
     uri, data = "s3://bucket/runs/whole", "s3://bucket/data"
     RemoteFolder(data).upload(folder / "data", sorted(files(folder / "data")))
     train(load_config(folder / "run.toml", OFTEN), data, uri)
@@ -136,6 +137,15 @@ def test_a_run_in_an_object_store_equals_a_local_one(folder: Path, server: S3Ser
     one, other = ({name.partition(".tfevents")[0] for name in names} for names in both)  # then time and process
     assert one == other
     assert evaluate(copy, data) == evaluate(folder / "local", folder / "data")
+    shutil.rmtree(cache_folder(uri))
+    code, printed, _ = cowrec("plot", uri, folder / "local", "--output", folder / "runs.png")
+    assert (code, files(cache_folder(uri))) == (0, {"metrics.jsonl"})
+    whole, local = (line.split() for line in printed.splitlines() if line.startswith(("whole", "local")))
+    assert whole[1:-1] == local[1:-1], "all but the speed"
+    warm = [
+        run(folder, folder / f"warm{n}", f"train.warm_start={place}") for n, place in enumerate((uri, folder / "local"))
+    ]
+    assert warm[0]["auc"] == warm[1]["auc"] != evaluate(copy, data)["auc"]
     refused(r"data set s3://bucket/none does not exist, or is empty", evaluate, copy, "s3://bucket/none")
     refused(r"folder s3://bucket/runs/whole is not empty; continue its run with --resume", run, folder, uri)
 
