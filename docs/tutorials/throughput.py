@@ -47,7 +47,7 @@ def main(folder: Path) -> None:
             f" {report['samples_per_second']:8,.0f} samples/s in {report['steps']} steps"
         )
 
-    # %% Next: `cowrec plot FOLDER/*` draws the curves of these runs, `cowrec sweep` trains such a grid with several
+    # %% Next: `cowrec plot FOLDER/*_*` draws the curves of these runs, `cowrec sweep` trains such a grid with several
     # seeds, and `cowrec bench` measures where the time of a step goes at the size of your tables.
 
 
