@@ -86,9 +86,11 @@ def tune(
         float, typer.Option(help="Share of the training split to validate on, where nothing else sets any samples.")
     ] = 0.1,
     patience: Annotated[
-        int,
-        count_flag("Epochs without improvement that end a trial, where train.patience is 0; 0: never."),
-    ] = 1,
+        int | None,
+        count_flag(
+            "Epochs without improvement that end a trial, where train.patience is 0; 0: never. [1; 0 where rates decay]"
+        ),
+    ] = None,
     prune: Annotated[bool, typer.Option(help="End trials that are worse than the median of the others.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the search; all trials have the seed of the TOML file.")] = 0,
     overrides: Overrides = None,

@@ -16,23 +16,22 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def quality_tables(values: Mapping[str, Any]) -> str:
     """Tables of what `evaluate` returns: a line for each measure, and for each column a table of its groups."""
-    tables = [aligned([[name, _number(value)] for name, value in values.items() if isinstance(value, int | float)])]
+    tables = [aligned([[name, number_text(value)] for name, value in values.items() if isinstance(value, int | float)])]
     for column, found in values.get("by", {}).items():
         groups = [*found["largest"], *[{"id": "(the rest)", **(found["rest"] or {})}] * bool(found["rest"])]
         measures = ("rows", "ctr", "auc", "logloss", "calibration")
-        rows = [[column, *measures], *([each["id"], *(_number(each.get(m)) for m in measures)] for each in groups)]
-        gauc = (
-            f"GAUC by {column}: {_number(found['gauc'])} over {found['groups_in_gauc']:,} of {found['groups']:,} groups"
-        )
-        tables.append(f"{gauc}\n{aligned(rows)}")
+        rows = [[column, *measures], *([each["id"], *(number_text(each.get(m)) for m in measures)] for each in groups)]
+        gauc = f"GAUC by {column}: {number_text(found['gauc'])} over {found['groups_in_gauc']:,} of"
+        tables.append(f"{gauc} {found['groups']:,} groups\n{aligned(rows)}")
     if importance := values.get("importance"):
-        changes = [[name, *map(_number, each.values())] for name, each in importance.items()]
+        changes = [[name, *map(number_text, each.values())] for name, each in importance.items()]
         tables.append(aligned([["permuted", "auc_drop", "logloss_rise"], *changes]))
     return "\n\n".join(tables)
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None or isnan(value) else f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+def number_text(value: float | None, form: str = ".4f") -> str:
+    """A measure in ``form``, a count with commas; "-" for one that is not known, as the AUC of one class."""
+    return "-" if value is None or isnan(value) else f"{value:,}" if isinstance(value, int) else f"{value:{form}}"
 
 
 def speed_text(samples_per_second: float | None) -> str:

@@ -16,7 +16,7 @@ from cowrec.data_pipeline.files import naming_full_disk
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer.config.run import FEW_STEPS
 from cowrec.trainer.reports.plotting import plt, size_name
-from cowrec.trainer.reports.text_table import aligned
+from cowrec.trainer.reports.text_table import aligned, number_text
 
 Lines = Sequence[dict[str, Any]]
 Range = tuple[float, float]
@@ -74,8 +74,8 @@ def tune_table(lines: Lines, metric: str) -> str:
     rows = [["trial", *VALUES, "validation logloss", "AUC", "epoch"]]
     for line in ranked(lines, metric)[:_MOST]:
         values = [f"{line[name]:.4g}" for name in VALUES]
-        quality = [f"{line['validation_logloss']:.5f}", f"{line['validation_auc']:.5f}", str(line["best_epoch"])]
-        rows.append([str(line["trial"] + 1), *values, *quality])
+        quality = [number_text(line[f"validation_{each}"], ".5f") for each in ("logloss", "auc")]
+        rows.append([str(line["trial"] + 1), *values, *quality, str(line["best_epoch"])])
     states = [line["state"] for line in lines]
     counts = f"{len(lines)} trials, {states.count('pruned')} of them pruned, {states.count('failed')} failed"
     return f"{aligned(rows)}\n\n{counts}"
@@ -151,15 +151,18 @@ def _table(lines: Lines, measure: str, *, with_steps: bool) -> str:
         rows.append(["steps", *(f"{steps[size]:,}" if size in steps else "" for size in sizes)])
     for (rule, clip), by_size in series(lines, measure).items():
         compared = {size: at_base.get(clip, ()) if size != base else () for size in sizes}
-        cells = [_cell(by_size.get(size, []), compared[size], how, seeds) for size in sizes]
+        failed = {
+            line["batch_size"] for line in lines if "error" in line and (line["rule"], line["clip"]) == (rule, clip)
+        }
+        cells = [_cell(by_size.get(size, []), compared[size], how, seeds, failed=size in failed) for size in sizes]
         rows.append([f"{rule}, clip {clip}", *cells])
     return aligned(rows)
 
 
-def _cell(values: Sequence[float], at_base: Sequence[float], how: Measure, seeds: int) -> str:
-    """Text such as ``80.90 ± 0.02, -0.10 lost``, with the number of seeds if some failed."""
+def _cell(values: Sequence[float], at_base: Sequence[float], how: Measure, seeds: int, *, failed: bool) -> str:
+    """Text such as ``80.90 ± 0.02, -0.10 lost``, with the number of seeds if some have no value."""
     if not values:
-        return "failed"
+        return "failed" if failed else "-"
     spread = how.factor * deviation(values)
     text = f"{how.factor * mean(values):{how.form}}" + (f" ± {spread:{how.form}}" if isfinite(spread) else "")
     if len(values) < seeds:

@@ -40,7 +40,7 @@ class Runs:
         self._folder, self._results, self._process = folder, folder / results, process
         self._hash = hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()
         text = self._results.read_text(encoding="utf-8") if self._results.exists() else ""
-        self.lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.strip()]
 
     def folder_of(self, name: str) -> Path:
         return self._folder / RUNS / name

@@ -113,7 +113,7 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     """Trains each run of a grid in a subprocess, so that a failed run is recorded and the others continue.
 
     A run with a line in ``sweep.jsonl`` is not trained again: after an interruption the same call continues, the run in
-    progress from its latest checkpoint, and with a larger grid it adds runs. To repeat a failed run, delete its line;
+    progress from its latest checkpoint, and with a larger grid it adds runs. To repeat a failed run, delete its lines;
     a run whose process was killed, for example for lack of memory, then continues from its latest checkpoint. At the
     base batch size all scaling rules are the same run, which is trained once. The runs' folders are kept, without
     checkpoints and vocabularies.
@@ -135,12 +135,15 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     config = on_data(given, data_dir, schema)
     cells = grid.cells(config.train.seed)
     with open_runs(output, config, RESULTS, "sweep") as runs:
+        # Failures of earlier calls are not copied: a line may have been deleted to repeat its run.
+        earlier, begin = [line for line in runs.lines if "error" not in line], len(runs.lines)
         for number, cell in enumerate(cells, 1):
             if _find(runs.lines, cell):
                 continue
             # At the base batch size no rule changes anything.
             rules = SCALING_RULES if cell.batch_size == config.optimizer.base_batch_size else ()
-            twins = (_find(runs.lines, dataclasses.replace(cell, rule=rule)) for rule in rules)
+            known = [*earlier, *runs.lines[begin:]]
+            twins = (_find(known, dataclasses.replace(cell, rule=rule)) for rule in rules)
             same = next(filter(None, twins), None)
             is_same = f" is {same['rule']}'s run: all rules are equal at the base batch size" if same else ""
             say(f"\nrun {number} of {len(cells)}: {cell.name}{is_same}")

@@ -25,6 +25,7 @@ from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import read_lines
 from cowrec.trainer.config.checks import require
 from cowrec.trainer.config.run import RunConfig, save_config
+from cowrec.trainer.reports.text_table import number_text
 from cowrec.trainer.runs.checkpoint import best_epoch
 from cowrec.trainer.runs.run_dir import CONFIG, METRICS
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed
@@ -49,6 +50,7 @@ class Search:
             value, except for 0, which is not searched.
         validation_fraction: of the training samples, where neither the data nor the configuration have any.
         patience: epochs without a better value after which a trial ends, where the configuration has none; 0: never.
+            By default 1, and 0 where learning rates fall over the epochs.
         prune: from the second epoch on, end a trial that is worse than the median of the others at that epoch.
         seed: of the search; all trials train with the configuration's seed.
     """
@@ -57,7 +59,7 @@ class Search:
     metric: str = "logloss"
     ranges: Mapping[str, Range | None] = dataclasses.field(default_factory=dict)
     validation_fraction: float = 0.1
-    patience: int = 1
+    patience: int | None = None
     prune: bool = True
     seed: int = 0
 
@@ -66,15 +68,19 @@ class Search:
         require("--metric", self.metric, self.metric in ("logloss", "auc"), "logloss or auc")
         fraction = self.validation_fraction
         require("--validation-fraction", fraction, 0 < fraction < 1, "above 0 and below 1")
-        require("--patience", self.patience, self.patience >= 0, "at least 0")
+        require("--patience", self.patience, (self.patience or 0) >= 0, "at least 0")
         require("--seed", self.seed, self.seed >= 0, "at least 0")
         for name, bounds in self.ranges.items():
             if bounds and not 0 < bounds[0] < bounds[1] < inf:
                 raise ValueError(f"{_flag(name)} needs 0 < LOWEST < HIGHEST, got {bounds[0]:g},{bounds[1]:g}")
 
+    def at_batch_size(self, config: RunConfig) -> RunConfig:
+        """The configuration at the study's batch size, on which some defaults depend."""
+        return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=self.batch_size))
+
     def based_on(self, config: RunConfig) -> RunConfig:
         """The configuration with base values for the study's batch size: its own, scaled by its own rule."""
-        at_size = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=self.batch_size))
+        at_size = self.at_batch_size(config)
         scaled = Scaled.of(at_size)
         clip: dict[str, Any] = vars(scaled.clip)
         derived = dataclasses.asdict(scaled.hyperparameters)
@@ -110,16 +116,27 @@ class Search:
         return found
 
     def of_trials(self, base: RunConfig, *, has_validation: bool) -> RunConfig:
-        """The configuration that all trials share: with validation samples, and as few checkpoints as possible."""
+        """The configuration that all trials share: with validation samples, and as few checkpoints as possible.
+
+        Raises:
+            ValueError: a patience where learning rates fall over the epochs.
+        """
         train, metric = base.train, self.metric
+        # Where learning rates fall over the epochs, a trial that ends early says nothing about the whole run.
+        falls = base.optimizer.rates_follow_epochs
+        if falls and self.patience:
+            raise ValueError(
+                f"--patience {self.patience} would end trials before their learning rates have fallen:"
+                f' optimizer.lr_decay is "{base.optimizer.lr_decay}"; leave it out, or set optimizer.lr_decay=none'
+            )
+        patience = self.patience if self.patience is not None else int(not falls)
         checkpoint: Any = {"keep_last": 1, "keep_best": metric}
         return dataclasses.replace(
             base,
             train=dataclasses.replace(
                 train,
                 validation_fraction=train.validation_fraction or (0.0 if has_validation else self.validation_fraction),
-                # Where learning rates fall over the epochs, a trial that ends early says nothing about the whole run.
-                patience=train.patience or (0 if base.optimizer.rates_follow_epochs else self.patience),
+                patience=train.patience or patience,
             ),
             checkpoint=dataclasses.replace(base.checkpoint, **checkpoint),
         )
@@ -158,7 +175,7 @@ def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials
     """
     require("--trials", trials, trials >= 1, "at least 1")
     schema = Schema.load(data_dir)
-    base = search.based_on(on_data(config, data_dir, schema))
+    base = search.based_on(on_data(search.at_batch_size(config), data_dir, schema))
     ranges, shared = search.searched(base), search.of_trials(base, has_validation="validation" in schema.splits)
     with open_runs(output, shared, RESULTS, "study") as runs:
         study = study_of(search, ranges, runs.lines)
@@ -355,7 +372,8 @@ def _in_short(line: dict[str, Any]) -> str:
 
 
 def _quality(line: Mapping[str, Any]) -> str:
-    return f" logloss {line['validation_logloss']:.5f}  AUC {line['validation_auc']:.5f}  epoch {line['best_epoch']}"
+    logloss, auc = (number_text(line[f"validation_{metric}"], ".5f") for metric in ("logloss", "auc"))
+    return f" logloss {logloss}  AUC {auc}  epoch {line['best_epoch']}"
 
 
 def _flag(name: str) -> str:

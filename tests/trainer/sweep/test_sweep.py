@@ -28,10 +28,11 @@ from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer import load_config, train
 from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.runtime.errors import Interrupted
-from cowrec.trainer.sweep.results import plot_sweep, sweep_table
+from cowrec.trainer.sweep.results import plot_sweep, sweep_table, tune_table
 from cowrec.trainer.sweep.runs import Runs
 from cowrec.trainer.sweep.sweep import COMPETITORS, Grid, _in_short, clip_remark, default_rules, sweep
 from cowrec.trainer.sweep.tune import Outcome, Search, hints, study_of, tune
+from cowrec.trainer.sweep.tune import _in_short as _tune_in_short
 from refusal import refused
 from trained_runs import data_folder
 from trainer_cases import config_file, make_data
@@ -217,7 +218,9 @@ def test_a_stopped_sweep_says_how_to_continue_and_does(folder: Path, tmp_path: P
     assert len(after) > len(before)
 
 
-def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path: Path) -> None:
+def test_failed_runs_are_recorded_and_the_others_continue(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     grid = Grid([1000, 102], ["none"], ["on"], 1)
     refused, good = run_sweep(folder, tmp_path / "ramp", "train.batch_ramp=4", grid=grid)
     assert refused["error"].startswith("ValueError: train.batch_ramp = 4 takes 6,324 samples")
@@ -227,9 +230,17 @@ def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path
     assert "of each weight in a step" in refused["error"]
     assert "error" not in good
     astray = ["optimizer.dense_lr=1e30", "optimizer.warmup_epochs=0"]
-    (line,) = run_sweep(folder, tmp_path / "astray", *astray, grid=Grid([51], ["none"], ["off"], 1))
+    grid = Grid([51], ["none", "linear"], ["off"], 1)
+    line, other = run_sweep(folder, tmp_path / "astray", *astray, grid=grid)
     assert line["error"].startswith("NonFiniteLoss: the loss was not finite")
     assert plot_sweep([line], tmp_path / "empty.png").exists()
+    assert "linear-51-clip_off-seed0 is none's run" in capsys.readouterr().err
+    assert other == {**line, "rule": "linear"}
+    # A failed run whose line has been deleted is repeated, though another rule's line still has its error.
+    results = tmp_path / "astray" / "sweep.jsonl"
+    results.write_text(results.read_text().splitlines()[0] + "\n\n")
+    assert run_sweep(folder, tmp_path / "astray", *astray, grid=grid)[1]["error"] == line["error"]
+    assert "is none's run" not in capsys.readouterr().err
 
 
 def test_remarks_and_default_rules(folder: Path) -> None:
@@ -323,11 +334,12 @@ def test_differences_from_the_base_and_its_spread() -> None:
 def test_each_clip_is_compared_with_its_own_base_and_one_seed_has_no_spread() -> None:
     lines = lines_with({("none", 64): [0.8], ("none", 8192): [0.7]})
     lines += lines_with({("none", 64): [0.6], ("none", 8192): [0.65]}, clip="off")
-    lines.append({**lines[0], "rule": "linear", "batch_size": 8192, "auc": None})
+    lines.append({**lines[0], "rule": "linear", "batch_size": 8192, "auc": None, "error": "killed"})
+    lines.append({**lines[0], "rule": "linear", "batch_size": 16384, "auc": None})  # of one class
     text = sweep_table(lines)
-    assert row(text, "test AUC", "none, clip on") == ["80.00", "70.00, -10.00"]
-    assert row(text, "test AUC", "none, clip off") == ["60.00", "65.00, +5.00"]
-    assert row(text, "test AUC", "linear, clip on") == ["failed", "failed"]
+    assert row(text, "test AUC", "none, clip on") == ["80.00", "70.00, -10.00", "-"]
+    assert row(text, "test AUC", "none, clip off") == ["60.00", "65.00, +5.00", "-"]
+    assert row(text, "test AUC", "linear, clip on") == ["-", "failed", "-"]
     assert "its spread is unknown; give --seeds 3 or more" in text
     failed = [{key: line[key] for key in line if key != "auc"} for line in lines]
     assert "No run of the base, batch 64, has an AUC" in sweep_table(failed)
@@ -514,6 +526,26 @@ def test_values_at_the_edge_and_the_last_epoch_are_named() -> None:
     assert "--l2 1e-07,0.0001" in low
     assert "--set train.epochs=8" in epochs
     assert not hints({"l2": 1e-5, "best_epoch": 1}, {"l2": (1e-6, 1e-4)}, 1)
+
+
+def test_a_study_has_the_rates_of_its_own_batch_size(
+    single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At batch size 51 they would decay by default, at 102 there are too few steps."""
+    monkeypatch.setattr("cowrec.trainer.config.run.DECAY_SAMPLES", 1)
+    monkeypatch.setattr("cowrec.trainer.config.run.DECAY_STEPS", 12)
+    config = load_config(single / "run.toml", [*OVERRIDES, "train.batch_size=51"])
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, embedding_lr=None))
+    tune(config, single / "data", tmp_path / "out", SEARCH, 1)
+    assert load_config(tmp_path / "out" / "tuned.toml").optimizer.lr_decay == "none"
+    with pytest.raises(ValueError, match=r"--patience 2 would end trials before .* optimizer.lr_decay is \"linear\""):
+        tune(config, single / "data", tmp_path / "other", Search(51, patience=2), 1)
+
+
+def test_validation_samples_of_one_class_have_no_auc(found: Outcome) -> None:
+    line = {**found.lines[0], "validation_auc": None}
+    assert f"logloss {line['validation_logloss']:.5f}  AUC -  epoch" in _tune_in_short(line)
+    assert row(tune_table([line], "logloss"), "trial", "1")[-2] == "-"
 
 
 def test_the_command_prints_the_best_trials(cowrec: Cowrec, single: Path, found: Outcome) -> None:
