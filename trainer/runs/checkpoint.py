@@ -107,7 +107,12 @@ def checkpoint_name(step: int) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints of a run, oldest first, without copies of other names."""
-    return sorted(each for each in folder.glob(f"{_PREFIX}*") if each.name.removeprefix(_PREFIX).isdecimal())
+    found = (each for each in folder.glob(f"{_PREFIX}*") if each.name.removeprefix(_PREFIX).isdecimal())
+    return sorted(found, key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))  # names of 10^9 steps and more are longer
 
 
 class Checkpoints:
@@ -326,7 +331,7 @@ def _prune(newest: Path, progress: Progress, keep: CheckpointConfig) -> None:
 
     Those of later steps are damaged ones, which the run did not continue from: they do not count.
     """
-    found = [each for each in list_checkpoints(newest.parent) if each <= newest]
+    found = [each for each in list_checkpoints(newest.parent) if _step(each) <= _step(newest)]
     kept = set(found[-keep.keep_last :])
     best = best_epoch(progress.epochs, keep.keep_best) if keep.keep_best != "none" else None
     kept |= {newest.parent / checkpoint_name(best["step"])} if best else set()

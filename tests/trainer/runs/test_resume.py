@@ -20,7 +20,7 @@ import torch
 from cowrec.data_pipeline.files import checksum, locked_folder
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.config.sections import CheckpointConfig
-from cowrec.trainer.runs.checkpoint import Checkpoints, find_checkpoint, list_checkpoints
+from cowrec.trainer.runs.checkpoint import Checkpoints, checkpoint_name, find_checkpoint, list_checkpoints
 from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.runtime.processes import Process, process_group
@@ -329,6 +329,14 @@ def test_a_checkpoint_that_replaces_one_of_its_step_outlasts_a_kill(uninterrupte
         Checkpoints(RunPlace(copy, resume=True), CheckpointConfig(), process, print).clean()
     assert not list(checkpoints.glob("*.partial"))
     assert [each.name for each in list_checkpoints(checkpoints)][-2:] == ["step_000000009", "step_000000010"]
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    """Whose names have nine digits, until there are more."""
+    steps = [1, 999_999_940, 1_000_000_000, 10_000_000_000]
+    for step in reversed(steps):
+        (tmp_path / checkpoint_name(step)).mkdir()
+    assert list_checkpoints(tmp_path) == [tmp_path / checkpoint_name(step) for step in steps]
 
 
 def test_a_stop_during_the_evaluation_is_heard(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
