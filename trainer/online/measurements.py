@@ -207,14 +207,16 @@ class WindowQuality:
 class ProgressiveQuality:
     """Collects predictions and computes a window's quality once a sample of a later window arrives.
 
-    A sample that arrives after its window was closed counts in the open window.
+    A sample that arrives after its window was closed counts in the open window. So that memory and snapshots stay
+    small, a window is also closed, and goes on as another one, after ``most`` samples.
 
     Args:
         window: length in seconds.
+        most: samples that are kept at once, but for those of the last batch.
     """
 
-    def __init__(self, window: int):
-        self._window = window
+    def __init__(self, window: int, most: int = 1 << 22):
+        self._window, self._most, self._held = window, most, 0
         self._open: int | None = None
         self._logits: list[Tensor] = []
         self._labels: list[Tensor] = []
@@ -229,14 +231,18 @@ class ProgressiveQuality:
             if self._open is not None and window > self._open and not self.is_empty:
                 yield self.close()
             self._open = window
-            self._logits.append(logits[windows == window])
-            self._labels.append(labels[windows == window])
+            own = windows == window
+            self._logits.append(logits[own])
+            self._labels.append(labels[own])
+            self._held += int(own.sum())
+            if self._held >= self._most:
+                yield self.close()
 
     def close(self) -> WindowQuality:
         """Closes the open window, which has samples, and computes its quality."""
         assert self._open is not None
         logits, labels = torch.cat(self._logits), torch.cat(self._labels)
-        self._logits, self._labels = [], []
+        self._logits, self._labels, self._held = [], [], 0
         quality = measure(Samples(logits, labels))
         return WindowQuality(
             self._open * self._window, quality.rows, quality.auc, quality.logloss, quality.calibration, quality.ctr
@@ -260,6 +266,7 @@ class ProgressiveQuality:
         self._open = None if start < 0 else start
         numbers = [torch.from_numpy(table[name].to_numpy().copy()) for name in ("logit", "label")]
         self._logits, self._labels = ([each] if len(each) else [] for each in numbers)
+        self._held = len(numbers[0])
 
 
 @contextmanager

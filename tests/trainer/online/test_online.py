@@ -14,6 +14,7 @@ from urllib.request import urlopen
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -26,6 +27,7 @@ from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.online.loop import online
+from cowrec.trainer.online.measurements import WINDOW_FILE, ProgressiveQuality
 from cowrec.trainer.publishing.blob import decode
 from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.runtime.errors import NonFiniteLoss
@@ -69,6 +71,22 @@ def test_each_sample_is_predicted_before_it_is_trained_on(case: Path, tmp_path: 
         assert window["auc"] == pytest.approx(roc_auc_score(label, prediction), abs=1e-6)
         assert window["logloss"] == pytest.approx(log_loss(label, prediction), abs=1e-6)
         assert window["calibration"] == pytest.approx(prediction.mean() / label.mean(), abs=1e-5)
+
+
+def test_a_window_of_many_samples_is_closed_in_parts(tmp_path: Path) -> None:
+    """So that neither memory nor snapshots grow with the window; each part has its exact quality."""
+    logits, labels = torch.randn(12, 3), (torch.rand(12, 3) < 0.5).float()
+    found, times = [], torch.tensor([7201, 7300, 10799])
+    quality = ProgressiveQuality(3600, most=5)
+    for batch in range(12):
+        found += quality.add(logits[batch], labels[batch], times)
+        feather.write_feather(quality.frozen(), str(tmp_path / WINDOW_FILE))
+        quality = ProgressiveQuality(3600, most=5)
+        quality.load(tmp_path)
+    assert [(each.start, each.samples) for each in found] == [(7200, 6)] * 6
+    expected = [log_loss(labels[n : n + 2].ravel(), logits[n : n + 2].ravel().sigmoid()) for n in range(0, 12, 2)]
+    assert [each.logloss for each in found] == pytest.approx(expected)
+    assert quality.is_empty
 
 
 def test_an_idle_trainer_publishes_nothing_and_answers_prometheus(case: Path, tmp_path: Path) -> None:
