@@ -96,7 +96,7 @@ class OnlinePublication:
         """What it is time to publish, at the end of the stream if ``last``; on the first process."""
         assert self._publisher is not None
         now, full = time.monotonic(), self._publisher.wants_full
-        if not last and now < self._rows_due:
+        if not last and (now < self._rows_due or self._publisher.is_behind):
             return Due.NOTHING
         due = Due.ROWS | Due.EVERYTHING if full else Due.ROWS
         return due | Due.DENSE if last or full or now >= self._dense_due else due
@@ -253,9 +253,9 @@ class KnownIds:
         """Sets the ids by which readers will know these rows; returns the deleted ids and their features, [m]."""
         self.free(rows[(self._ids[rows] != ids) | (self._features[rows] != features)])
         self.set(rows, ids, features)
-        deleted = [np.empty(0, int)] * 2
-        if self._deleted:
-            deleted = [np.concatenate(each) for each in zip(*self._deleted, strict=True)]
+        if not self._deleted:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        deleted = [np.concatenate(each) for each in zip(*self._deleted, strict=True)]
         self._deleted = []
         # An id may have come back since, in another row.
         back = np.isin(row_keys(*deleted), row_keys(ids, features))

@@ -35,7 +35,7 @@ class Publisher:
     Args:
         target: opened for publishing.
         compact_after: deltas since the last full version, from which new readers start, before the next full one.
-        compact_bytes: their total size, likewise.
+        compact_bytes: their total size, likewise, or that of the last full version where this is larger.
         keep_full: full versions that are kept, with the deltas after the oldest of them; at least 2, so that a reader
             has until the next full version to catch up.
 
@@ -58,7 +58,8 @@ class Publisher:
         self._closed = False
         self._wants_full, self._starts_lineage = True, True
         self._version, self._lineage, self._written_at = 0, uuid.uuid4().hex, time.monotonic()
-        self._deltas = self._bytes = self._failures = 0
+        self._deltas = self._bytes = self._full_bytes = self._failures = 0
+        self._lacks_delta = False  # the last attempt could not write the changes
         self._error: str | None = None
         self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
         self._thread.start()
@@ -73,6 +74,11 @@ class Publisher:
     def wants_full(self) -> bool:
         """Request to pass ``everything`` to the next call of :meth:`publish`; once for a full version."""
         return self._wants_full and self._everything is None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether earlier changes still wait to be written, so that further ones would only be merged into them."""
+        return not self.wants_full and (self._lacks_delta or self._pending is not None)
 
     def publish(self, change: Change, everything: Change | None = None) -> None:
         """Queues the next version and returns at once. The caller must not modify the arrays afterwards.
@@ -176,6 +182,7 @@ class Publisher:
         taken, left = everything
         if self._everything is taken:  # no other one has come
             self._everything, self._since = left, left and _joined(since, self._since)
+        self._lacks_delta = pending is not None
         self._pending = _joined(pending, self._pending)
         if failure:
             self._failures += 1
@@ -226,11 +233,12 @@ class Publisher:
         with self._state:
             self._version, self._written_at = version, time.monotonic()
             if kind == "full":
-                self._deltas = self._bytes = 0
+                self._deltas, self._bytes, self._full_bytes = 0, 0, size
                 self._starts_lineage = self._wants_full = False
             else:
                 self._deltas, self._bytes = self._deltas + 1, self._bytes + size
-                many = self._deltas >= self._compact_after or self._bytes >= self._compact_bytes
+                most = max(self._compact_bytes, self._full_bytes)
+                many = self._deltas >= self._compact_after or self._bytes >= most
                 self._wants_full = self._wants_full or many
 
     def _start_lineage_after(self, version: int) -> None:

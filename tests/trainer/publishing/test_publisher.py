@@ -142,6 +142,7 @@ def test_a_failing_directory_loses_no_change(tmp_path: Path) -> None:
         assert not out.finish(0)
         assert out.counters()["pending_rows"] > 0
         assert out.counters()["error"]
+        assert out.is_behind, "more changes would only be merged into those that wait"
         wait_for(lambda: reader.versions.unreachable_because)
         folder.unlink()
         aside.rename(folder)
@@ -149,6 +150,7 @@ def test_a_failing_directory_loses_no_change(tmp_path: Path) -> None:
         assert reader.model.same_as(model)
         assert out.finish(10)
         assert out.counters()["error"] is None
+        assert not out.is_behind
         assert [blob.kind for blob in reader.seen] == ["full", "delta", "delta"]
 
 
@@ -191,6 +193,20 @@ def test_the_complete_model_is_asked_for_once(tmp_path: Path) -> None:
         assert not any(len(table.deleted) for table in reader.seen[-1].change.tables.values())
         publish_many(out, model, {}, 5)
         wait_for(lambda: reader.model.same_as(model))
+
+
+def test_a_full_version_follows_no_fewer_bytes_of_deltas_than_it_has(tmp_path: Path) -> None:
+    """However few are allowed: else a large model is written again and again."""
+    model, target = Model(), open_target(str(tmp_path))
+    with publisher(str(tmp_path), compact_bytes=1) as out:
+        publish(out, model, with_dense=True)
+        full, deltas = len(target.read(1, "full")), 0
+        while not out.wants_full:
+            assert deltas < full
+            publish(out, model)
+            version = out.counters()["version"]
+            deltas += len(target.read(version, "delta"))
+        assert (version > 2, deltas >= full) == (True, True)
 
 
 @pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.int32, np.float16, np.float64])
