@@ -6,6 +6,7 @@ and sum the rows on CUDA, and replay missed steps everywhere.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -248,8 +249,16 @@ class TritonRows:
         TritonRows._replay_kernels, TritonRows._kernels = triton_replay, triton_rows
         self._lookup, self._layout, self._clips, self._statistics = lookup, layout, limits.clips, statistics
 
+    def _on_own_device(self) -> AbstractContextManager[Any]:
+        """Triton launches on the thread's current device, which is another one than the tables' in new threads, and in
+        programs that do not set it; autograd's own threads have the right one."""
+        device = self._layout.rows.device
+        is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
+        return torch.cuda.device(device) if is_other else nullcontext()
+
     def find_rows(self, bags: LookupBags) -> LookupIds:
-        return self._find_rows(bags, self._statistics.outside)
+        with self._on_own_device():
+            return self._find_rows(bags, self._statistics.outside)
 
     def _find_rows(self, bags: LookupBags, outside: Tensor) -> LookupIds:
         if not bags.indices.numel():
@@ -301,8 +310,9 @@ class TritonRows:
         if not bags.indices.numel():
             return None
         outside = self._statistics.outside
-        ids = self._find_rows(bags, torch.zeros_like(outside) if ahead else outside)
-        self._replay(ids.row, ids.begin, adam)
+        with self._on_own_device():
+            ids = self._find_rows(bags, torch.zeros_like(outside) if ahead else outside)
+            self._replay(ids.row, ids.begin, adam)
         return ids
 
     def pool(self, bags: LookupBags, inputs: Inputs, ids: LookupIds | None) -> tuple[Tensor | None, LookupIds | None]:
@@ -311,11 +321,13 @@ class TritonRows:
         # Finding the rows counts the ids outside their tables.
         ids, output = ids or self.find_rows(bags), self._lookup.empty_output(bags, inputs)
         arguments = (inputs.get("per_sample_weights"), self._lookup.flat_weights(), output)
-        self._kernels.pool_rows_on_device(self._layout, bags, *arguments)
+        with self._on_own_device():
+            self._kernels.pool_rows_on_device(self._layout, bags, *arguments)
         return output, ids
 
     def replay(self, rows: Tensor, adam: AdamRows) -> None:
-        self._replay(rows, self._replay_kernels.distinct_begins(rows), adam)
+        with self._on_own_device():
+            self._replay(rows, self._replay_kernels.distinct_begins(rows), adam)
 
     def _replay(self, row: Tensor, begin: Tensor, adam: AdamRows) -> None:
         clips, numbers = self._clips if adam.clips_absent else None, (adam.steps, adam.constants, adam.thresholds)

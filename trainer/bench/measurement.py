@@ -219,7 +219,8 @@ def steady_run(case: Case) -> Iterator[SteadyRun]:
         reset_peak_memory(process.device)
         schema = make_schema(case)
         first_batch = _batches(case, schema, 0, 1)
-        steps = case.warmup_steps + case.max_steps + PROFILED_STEPS
+        # Steps that replay ahead hold one batch more.
+        steps = case.warmup_steps + case.max_steps + PROFILED_STEPS + case.config.train.replay_ahead
         timed = _batches(case, schema, case.steps_before * case.batch_size, steps)
         batches = iter([batch.to(process.device) for batch in (*first_batch, *timed)])
         rss_before = memory("VmRSS", process.device)

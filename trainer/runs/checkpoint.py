@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -190,8 +190,11 @@ class Checkpoints:
         """
         self._settle()
         partial = self.folder / f"{checkpoint_name(progress.step)}{_PARTIAL}"
+        # The staged state is on the CPU. A copy ahead would wait for a stream of the GPU, in which a captured graph,
+        # at that moment, allows no thread to wait.
+        writer = FileSystemWriter(partial, per_thread_copy_ahead=0)
         written: Future[Any] = dcp.async_save(  # type: ignore[assignment]
-            state, checkpoint_id=partial, process_group=self._group, async_stager=_CpuStager()
+            state, storage_writer=writer, process_group=self._group, async_stager=_CpuStager()
         )
         sealed: Future[Path | None] = Future()
         self._pending = progress.step, sealed

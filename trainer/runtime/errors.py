@@ -2,6 +2,7 @@
 
 import dis
 import os
+import sys
 
 
 class RunError(Exception):
@@ -27,11 +28,11 @@ class ProcessFailed(RunError):
 def is_message(error: BaseException) -> bool:
     """True for an error whose text is enough for a user; any other is a bug and keeps its traceback.
 
-    Messages are run errors, the system's errors about files and sockets, a package that is not installed, and
+    Messages are run errors, the system's errors about files and sockets, a full GPU, a package that is missing, and
     ``ValueError`` and ``ImportError`` from a ``raise`` statement of cowrec. The same types from a library, or from an
     operation such as ``int(text)``, do not explain what the user wrote.
     """
-    if isinstance(error, RunError | OSError):
+    if isinstance(error, RunError | OSError) or _is_out_of_memory(error):
         return True
     if not isinstance(error, ValueError | ImportError) or error.__traceback__ is None:
         return False
@@ -56,4 +57,14 @@ def message_of(error: BaseException) -> str:
             f"{error.strerror}{f' for {place}' if place else ''}; {space_remedy(error)}, then run the command"
             " again, with --resume if it is to continue a run"
         )
+    if _is_out_of_memory(error):
+        return (
+            f"{str(error).partition('. ')[0]}; lower train.batch_size or raise train.accumulation, set data.resident ="
+            ' "no", or train on more GPUs: cowrec plan shows what needs memory'
+        )
     return str(error)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    torch = sys.modules.get("torch")  # which --help does without
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)

@@ -16,6 +16,8 @@ from .build import dense_parameters, dense_tensors
 
 LARGEST_GRADIENT = 1e10
 """A gradient of a larger norm counts as not finite: squares of sums over the ids of a batch might not fit float32."""
+_PART = 1 << 22
+"""Numbers that are looked at together."""
 
 
 class StepGuard:
@@ -125,15 +127,22 @@ def random_state(process: Process) -> dict[str, Any]:
 def not_finite(state: Mapping[str, Any], process: Process) -> str:
     """Name of a weight or moment that is not finite on some process; "" if all are finite, on every process.
 
-    Reads all of the state once, and copies none of it. All processes call it together.
+    Reads all of the state once, a part at a time. All processes call it together.
     """
-    # A float64 sum of float32 numbers is finite only where they are; it needs no mask as large as the table.
-    found = next((name for name, each in _floating(state) if not each.sum(dtype=torch.float64).isfinite()), "")
+    found = next((name for name, each in _floating(state) if not _is_finite(each)), "")
     if process.world_size == 1:
         return found
     names: list[str] = [""] * process.world_size
     dist.all_gather_object(names, found)
     return next(filter(None, names), "")
+
+
+def _is_finite(values: Tensor) -> bool:
+    # A float64 sum of float32 numbers is finite only where they are; torch converts what it sums, so that the sum of a
+    # whole table would take twice its memory.
+    rows = max(1, _PART // max(1, values[:1].numel())) if values.dim() else 1
+    sums = [part.sum(dtype=torch.float64) for part in (values.split(rows) if values.dim() else [values])]
+    return bool(torch.stack(sums).isfinite().all())
 
 
 def _floating(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:

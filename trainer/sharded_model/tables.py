@@ -159,9 +159,11 @@ def local_shards(table: ShardedTensor | Tensor) -> list[tuple[Tensor, Sequence[i
 
 
 def gathered_table(table: ShardedTensor | Tensor, process: Process) -> Tensor:
-    """Gathers a complete table on every process."""
+    """Gathers a complete table on every process, or returns the only shard that it has."""
     if not isinstance(table, ShardedTensor):  # data-parallel
         return table.detach()
+    if process.world_size == 1 and len(shards := table.local_shards()) == 1:
+        return shards[0].tensor.detach()
     complete = torch.empty(table.size(), dtype=table.dtype, device=process.device)
     table.gather(0, complete if process.is_first else None)
     dist.broadcast(complete, 0)

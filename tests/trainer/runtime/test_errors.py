@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from commands.command_line import Cowrec
 from commands.forked_commands import run_forked
@@ -54,6 +55,12 @@ def test_only_what_cowrec_raises_for_users_is_a_message() -> None:
     bugs = ["from math import a_name_that_it_lacks", "int('x')", "import json; json.loads('no json')"]
     for body in (*bugs, "assert False", "raise RuntimeError('out of memory')"):
         assert not is_message(in_cowrec(body)), body
+
+
+def test_a_full_gpu_is_a_message() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 38.15 GiB. GPU 0 has a total capacity of ...")
+    assert is_message(error)
+    assert message_of(error).startswith("CUDA out of memory; lower train.batch_size or raise train.accumulation, ")
 
 
 def test_an_error_is_judged_by_its_first_raise() -> None:

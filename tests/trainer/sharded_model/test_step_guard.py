@@ -85,10 +85,17 @@ def test_a_checkpoint_of_moments_that_are_not_finite_is_refused(folder: Path, tm
     assert (tmp_path / "guarded" / "checkpoints" / f"step_{report['steps']:09d}").is_dir()
 
 
-def test_the_tensor_that_is_not_finite_is_named() -> None:
+def test_the_tensor_that_is_not_finite_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(0, 1, 1, False, torch.device("cpu"))
     good = {"a": {"x": torch.full((9,), 3e38), "count": torch.ones(2, dtype=torch.int64)}, "empty": torch.zeros(0)}
     assert not not_finite(good, process), "whose sum does not fit float32"
     for value in (torch.nan, torch.inf, -torch.inf):
         assert not_finite({**good, "b": {"y": torch.tensor([1.0, value])}}, process) == "b y"
+        assert not_finite({**good, "scalar": torch.tensor(value)}, process) == "scalar"
+    monkeypatch.setattr("cowrec.trainer.sharded_model.step_guard._PART", 4)
+    for row in range(5):
+        table = torch.ones(5, 2)
+        assert not not_finite({"table": table}, process)
+        table[row, 1] = torch.nan
+        assert not_finite({"table": table}, process) == "table", "whichever part it is in"
     assert torch.finfo(torch.float32).max > LARGEST_GRADIENT**2
