@@ -29,8 +29,8 @@ Inputs = Mapping[str, Any]
 """Keyword arguments of a lookup's forward: ``indices``, ``offsets``, ``per_sample_weights`` and others."""
 Forward = Callable[..., Tensor]
 
-_DETACH = "cowrec_detach"
-"""Attribute of an attached collection, a function that detaches: two attachments would clip twice."""
+_ATTACHED = "cowrec_attached"
+"""Attribute of an attached collection, a function that returns what is attached: two attachments would clip twice."""
 
 
 DEFAULT_SCALES = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4)
@@ -137,7 +137,7 @@ def wrap_lookups(
     called: Mapping[ShardedCollection, nn.Module],
     lookups: Sequence[ClippedLookup],
     look_up: Callable[[ClippedLookup, Forward, Inputs], Tensor],
-    detach: Callable[[], None] | None = None,
+    owner: Any = None,
 ) -> LookupsHandle:
     """Replaces the forward of lookups by ``look_up(clipped lookup, its forward, inputs) -> output``.
 
@@ -147,7 +147,7 @@ def wrap_lookups(
         called: the model's collections, none of them attached, and the modules whose calls run them.
         lookups: their lookups on this rank.
         look_up: new forward.
-        detach: what :func:`detach_cowclip` calls; by default the handle's ``remove()``.
+        owner: what :func:`attached_to` returns, whose ``remove()`` detaches; by default the handle.
     """
     undo, warn_unequal = [leave_ddp(each) for each in called], _warn_once_of_unequal_calls(lookups)
     for collection, module in called.items():
@@ -155,21 +155,26 @@ def wrap_lookups(
         undo += [
             module.register_forward_pre_hook(_guard(module, collection, own, warn_unequal)).remove,
             collection.register_load_state_dict_post_hook(partial(_drop_waiting, own)).remove,
-            partial(delattr, collection, _DETACH),
+            partial(delattr, collection, _ATTACHED),
         ]
     handle = LookupsHandle(lookups, [*undo, *(_wrap_lookup(each, look_up) for each in lookups)])
 
-    def remove() -> None:  # a function, which a copy of the model shares
-        (detach or handle.remove)()
+    def attached() -> Any:  # a function, which a copy of the model shares
+        return handle if owner is None else owner
 
     for each in called:
-        setattr(each, _DETACH, remove)
+        setattr(each, _ATTACHED, attached)
     return handle
+
+
+def attached_to(collection: ShardedCollection) -> Any:
+    """What is attached to a collection: a :class:`LookupsHandle` or an :class:`EmbeddingAdam`; None if nothing is."""
+    return getattr(collection, _ATTACHED, lambda: None)()
 
 
 def require_unattached(collections: Collection[ShardedCollection]) -> None:
     """Raises ValueError if a collection is attached already."""
-    if any(hasattr(each, _DETACH) for each in collections):
+    if any(map(attached_to, collections)):
         raise ValueError(
             "this model's tables are attached already; call remove() of the earlier handle first, or"
             " detach_cowclip(model)"
@@ -273,7 +278,8 @@ def detach_cowclip(model: nn.Module) -> None:
     For a handle that was lost. Has no effect where nothing is attached.
     """
     for collection in sharded_collections(model).values():
-        getattr(collection, _DETACH, lambda: None)()
+        if attached := attached_to(collection):
+            attached.remove()
 
 
 def _with_weights_of_means(inputs: Inputs) -> Inputs:

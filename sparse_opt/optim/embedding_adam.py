@@ -132,7 +132,7 @@ class EmbeddingAdam(FusedOptimizer):
             called,
             clipped,
             lambda each, forward, inputs: adam_of[each].look_up(lambda: self.lr, loss_scale, forward, inputs),
-            detach=self.remove,
+            owner=self,
         )
         for collection in self.collections:
             collection.hook(called[collection.collection])

@@ -13,17 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cowrec.sparse_opt.clipping.handle import attached_to
 from cowrec.sparse_opt.clipping.table_rules import require_known
 from cowrec.sparse_opt.id_tables.kernels.hashing import GOLDEN, mix
 from cowrec.sparse_opt.id_tables.kernels.slots import COOLDOWN
 from cowrec.sparse_opt.id_tables.tables import NewRows
 from cowrec.sparse_opt.kernels.compiled import compiled
 from cowrec.sparse_opt.tbe.discovery import (
+    NO_ROWS,
     all_table_names,
     called_modules,
     find_lookups,
     lookup_modules,
     meant_tables,
+    raised_on_all_ranks,
     rows_of_tables,
     table_names,
 )
@@ -37,7 +40,7 @@ _CHUNK = 1 << 16
 
 
 class RowInitializer:
-    """Resets the rows of new ids in a sharded model, on whichever rank they are stored.
+    """Resets the rows of new ids in a sharded model, on whichever rank they are stored. All ranks make it together.
 
     Weights are N(0, std) in the leading columns and 0 in the others. They are computed from (seed, table, feature, id),
     so that neither the row's number nor the sharding plan changes them; the row's optimizer state becomes 0.
@@ -56,7 +59,8 @@ class RowInitializer:
         seed: at least 0.
 
     Raises:
-        ValueError: the model has no table of a name; or without ``optimizer`` a table is data-parallel, whose state is
+        ValueError: the model has no table of a name, or rows of it that cannot be reset; EmbeddingAdam trains a table
+            and is not ``optimizer``, or the reverse; or without ``optimizer`` a table is data-parallel, whose state is
             that of an optimizer that the model does not know.
     """
 
@@ -70,6 +74,7 @@ class RowInitializer:
         std: float,
         seed: int,
     ):
+        self._optimizer = optimizer
         self._columns = np.array([columns] * len(tables) if isinstance(columns, int) else columns)
         self._std = std
         hashes = [hashlib.sha256(f"{seed}/{table}".encode()).digest() for table in tables]
@@ -78,17 +83,28 @@ class RowInitializer:
         require_known("tables", list(named), all_table_names(model))
         rows = rows_of_tables(model)
         self._tables = [(table, min(rows[each] for each in named if named[each] == table)) for table in tables]
-        if optimizer:
-            pairs: list[tuple[TbeLookup, LookupAdam | None]] = [(each.lookup, each) for each in optimizer.lookups]
-        else:
-            pairs = [(lookup, None) for lookup in find_lookups(model)[0]]
-        for lookup, adam in pairs:
-            for shard in lookup.shards:
-                if adam is None and lookup.has_dense_gradient and shard.name in named:
-                    raise ValueError(
-                        f"table {shard.name!r} is data-parallel, and the rows of new ids would keep what its dense"
-                        " optimizer knows of earlier ids; train it with EmbeddingAdam, or shard it otherwise"
-                    )
+        called, names = called_modules(model), dict(table_names(model))
+        self._has_collections = bool(called)
+        self._made_with = {
+            collection: (min(own), lookup_modules(collection))
+            for collection in called
+            if (own := named.keys() & set(names[collection].values()))
+        }
+        adams = {adam.lookup.module: adam for adam in optimizer.lookups} if optimizer else {}
+        with raised_on_all_ranks(model):
+            lookups, refusals = find_lookups(model)
+            for table in named:
+                if (reason := refusals.get(table, NO_ROWS)) != NO_ROWS:  # a rank without rows has none to reset
+                    raise ValueError(f"rows of table {table!r} cannot be reset for new ids: {reason}")
+            self._require_unchanged()
+            pairs = [(lookup, adams.get(lookup.module)) for lookup in lookups]
+            for lookup, adam in pairs:
+                for shard in lookup.shards:
+                    if adam is None and lookup.has_dense_gradient and shard.name in named:
+                        raise ValueError(
+                            f"table {shard.name!r} is data-parallel, and the rows of new ids would keep what its dense"
+                            " optimizer knows of earlier ids; train it with EmbeddingAdam, or shard it otherwise"
+                        )
         self._groups = [
             _ShardGroup.of(lookup, adam, shards, tables, named)
             for lookup, adam in pairs
@@ -96,12 +112,10 @@ class RowInitializer:
         ]
         self._batch_waits = self._looked_up_ahead = False
         self._running = 0
-        called, names = called_modules(model), dict(table_names(model))
-        self._has_collections = bool(called)
         for collection, module in called.items():
             module.register_forward_pre_hook(self._begin_forward, prepend=True)
             module.register_forward_hook(self._end_forward, always_call=True)
-            for lookup_module in lookup_modules(collection) if named.keys() & set(names[collection].values()) else ():
+            for lookup_module in self._made_with.get(collection, ("", ()))[1]:
                 lookup_module.register_forward_pre_hook(self._look_up)
 
     @torch.no_grad()
@@ -110,8 +124,10 @@ class RowInitializer:
 
         Raises:
             ValueError: the batch of the call before has not begun its training step, a batch was looked up before the
-                model was called, rows may belong to ids of passes that wait for their step, or a table lacks a row.
+                model was called, rows may belong to ids of passes that wait for their step, a table lacks a row, or it
+                has got another optimizer or other lookups since.
         """
+        self._require_unchanged()
         if len(new_rows.table) and (last := int(new_rows.table.max())) >= len(self._tables):
             raise ValueError(
                 f"new_rows are of {last + 1} tables or more, but RowInitializer was given {len(self._tables)}: give it"
@@ -153,6 +169,25 @@ class RowInitializer:
             values[np.arange(widest) >= self._columns[table][:, None]] = 0
             for group in self._groups:
                 group.reset(torch.from_numpy(table), torch.from_numpy(row), torch.from_numpy(values))
+
+    def _require_unchanged(self) -> None:
+        """Raises ValueError unless tables are under the optimizer, and in the lookups, that this was made with."""
+        for collection, (table, lookups) in self._made_with.items():
+            attached = attached_to(collection)
+            trained_by = attached if isinstance(attached, EmbeddingAdam) else None
+            if trained_by is not self._optimizer:
+                has, given = ("an", "another" if self._optimizer else "none") if trained_by else ("no", "one")
+                raise ValueError(
+                    f"table {table!r} is under {has} EmbeddingAdam, and RowInitializer was given {given}: new ids would"
+                    " go on with the optimizer state of earlier ones; make RowInitializer with the EmbeddingAdam that"
+                    " trains the table now, or with None under FBGEMM's fused optimizers"
+                )
+            if lookup_modules(collection) != lookups:
+                raise ValueError(
+                    f"the lookups of table {table!r} were rebuilt after RowInitializer was made, as by"
+                    " DistributedModelParallel.reshard, and it would reset rows of the old ones; make a new"
+                    " RowInitializer, after EmbeddingAdam has been attached again"
+                )
 
     def _begin_forward(self, *_: Any) -> None:
         self._running += 1

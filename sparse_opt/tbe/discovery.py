@@ -37,6 +37,9 @@ from .lookup import (
     table_names_of,
 )
 
+NO_ROWS = "a rank holds no row of it, nor of tables that are looked up with it; shard it table-wise"
+"""Why a table cannot be clipped whose lookup here has no rows."""
+
 
 def find_lookups(model: nn.Module) -> tuple[list[TbeLookup], dict[str, str]]:
     """Finds the lookups of every sharded collection in a model, and by table why one cannot be clipped."""
@@ -72,7 +75,7 @@ def called_modules(model: nn.Module) -> dict[ShardedCollection, nn.Module]:
 
 def lookup_modules(collection: ShardedCollection) -> list[nn.Module]:
     """A collection's modules of lookups, one for each kind of sharding; TorchRec makes new ones when it reshards."""
-    return list(collection._lookups)
+    return [each.module if isinstance(each, DistributedDataParallel) else each for each in collection._lookups]
 
 
 def table_names(model: nn.Module) -> list[tuple[nn.Module, dict[str, str]]]:
@@ -219,9 +222,9 @@ def _is_replicated(collection: ShardedCollection, table: str) -> bool:
 
 
 def _kernels(collection: Any) -> Iterator[Any]:
-    for lookup in collection._lookups:
-        inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
-        yield from inner._emb_modules
+    lookups: list[Any] = lookup_modules(collection)
+    for lookup in lookups:
+        yield from lookup._emb_modules
 
 
 def rows_of_tables(model: nn.Module) -> dict[str, int]:
@@ -256,7 +259,7 @@ def _why_not_kernel(collection: Any, kernel: Any) -> str | None:
             " use_index_dedup"
         )
     if not any(len(view) for view in kernel.emb_module.split_embedding_weights()):
-        return "a rank holds no row of it, nor of tables that are looked up with it; shard it table-wise"
+        return NO_ROWS
     if isinstance(kernel, BatchedDenseEmbeddingBag | BatchedDenseEmbedding):
         return None
     if not isinstance(kernel, BatchedFusedEmbeddingBag | BatchedFusedEmbedding) or not isinstance(

@@ -1,7 +1,10 @@
 """Rows of new ids: initial weights, batches translated ahead of their step, and TorchRec's managed collision."""
 
+import copy
 from collections import deque
 from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +25,21 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCo
 from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, IdTableConfig, IdTables, NewRows, RowInitializer
+from cowrec.sparse_opt import (
+    AdamConfig,
+    CowClip,
+    EmbeddingAdam,
+    IdTableConfig,
+    IdTables,
+    NewRows,
+    RowInitializer,
+    attach_cowclip,
+)
 from cowrec.sparse_opt.id_tables.kernels.slots import COOLDOWN
 from cowrec.sparse_opt.optim.row_init import initial_rows
+from process_groups import in_processes, process_group
 from random_problems.drawing import small_problem
-from random_problems.training import sharded_model
+from random_problems.training import sharded_model, train_step
 from refusal import refused
 
 pytest_plugins = ["one_group"]
@@ -98,6 +111,84 @@ def test_tables_that_cannot_be_reset_are_refused() -> None:
         "table 't0' is data-parallel, and the rows of new ids would keep", RowInitializer, model, None, ["t0"], **more
     )
     RowInitializer(model, EmbeddingAdam(model, AdamConfig()), ["t0"], **more)
+    unsharded = EmbeddingBagCollection([EmbeddingBagConfig(name="t0", num_embeddings=9, embedding_dim=DIM)])
+    refused("'t0' cannot be reset .*DistributedModelParallel first", RowInitializer, unsharded, None, ["t0"], **more)
+    model = sharded_model(small_problem(sequence=True))
+    model.module.c0._use_index_dedup = True  # of EmbeddingCollectionSharder, whose operator exists on CUDA alone
+    refused("'t0' cannot be reset .*without use_index_dedup", RowInitializer, model, None, ["t0"], **more)
+
+
+NEW = NewRows(*np.array([[0], [5], [77], [0]]))
+"""Row 5 of the first table, which id 77 gets."""
+CASE = small_problem(sharding="table_wise,data_parallel")  # t1 is data-parallel
+STARTED: dict[str, Any] = {"columns": 8, "std": 1.0, "seed": 0}
+
+
+def new_row(name: str) -> Tensor:
+    """Initial weights of id 77 in a table."""
+    key = np.frombuffer(sha256(f"0/{name}".encode()).digest()[:8], "<u8")
+    return torch.from_numpy(initial_rows(key, np.zeros(1, np.int64), np.array([77]), 8, 1.0)[0])
+
+
+@pytest.mark.parametrize(("optimizer_of", "names_of"), [("both", "user"), ("user", "both")])
+def test_the_optimizer_and_the_names_may_be_of_other_parts_of_a_model(optimizer_of: str, names_of: str) -> None:
+    towers = nn.ModuleDict({name: sharded_model(CASE) for name in ("user", "item")})
+    parts: dict[str, nn.Module] = {"both": towers, "user": towers.user}
+    adam = EmbeddingAdam(parts[optimizer_of], AdamConfig(absent_rows="replay"), CowClip())
+    train_step(CASE, towers.user, 0)
+    name = "t0" if names_of == "user" else "user.c0.t0"
+    RowInitializer(parts[names_of], adam, [name], **STARTED).reset(NEW)
+    (lookup,) = (each for each in adam.lookups if each.lookup.shards[0].name in ("t0", "user.c0.t0"))
+    for flat, row in ((lookup.state.weights, new_row(name)), (lookup.exp_avg, torch.zeros(8))):
+        assert torch.equal(lookup.lookup.view_of(flat, 0)[5], row)
+    if optimizer_of == "user":
+        message = "'item.c0.t0' is under no EmbeddingAdam, and RowInitializer was given one"
+        refused(message, RowInitializer, towers, adam, ["item.c0.t0"], **STARTED)
+
+
+def test_tables_under_another_optimizer_are_refused() -> None:
+    """Their new ids would go on with the moments of earlier ones."""
+    model = sharded_model(CASE)
+    under_none = RowInitializer(model, None, ["t0"], **STARTED)
+    handle = attach_cowclip(model, CowClip(), exclude=["t1"])
+    under_none.reset(NEW)
+    handle.remove()
+    adam = EmbeddingAdam(model, AdamConfig())
+    message = "'t0' is under {} EmbeddingAdam, and RowInitializer was given {}: .* now, or with None"
+    refused(message.format("an", "none"), RowInitializer, model, None, ["t0"], **STARTED)
+    refused(message.format("an", "none"), under_none.reset, NEW)
+    initializer = RowInitializer(model, adam, ["t0"], **STARTED)
+    adam.remove()
+    refused(message.format("no", "one"), initializer.reset, NEW)
+    EmbeddingAdam(model, AdamConfig())
+    refused(message.format("an", "another"), initializer.reset, NEW)
+
+
+@pytest.mark.parametrize("optimizer", [None, EmbeddingAdam])
+def test_lookups_that_are_rebuilt_are_refused(optimizer: Any) -> None:
+    """As DistributedModelParallel.reshard does: the rows of the old ones would be reset."""
+    model = sharded_model(CASE)
+    initializer = RowInitializer(model, optimizer and optimizer(model, AdamConfig()), ["t0"], **STARTED)
+    lookups = model.module.c0._lookups
+    lookups[0] = copy.copy(lookups[0])
+    refused("lookups of table 't0' were rebuilt .* make a new RowInitializer", initializer.reset, NEW)
+
+
+def two_ranks(rank: int, folder: str) -> None:
+    with process_group(rank, 2, folder):
+        one_row = NewRows(*np.array([[0], [0], [77], [0]]))
+        model = sharded_model(small_problem(rows=(1,), features=(("a",),), sharding="row_wise", world=2))
+        RowInitializer(model, None, ["t0"], **STARTED).reset(one_row)
+        (weight,) = (each for name, each in model.state_dict().items() if name.endswith(".weight"))
+        rows = torch.cat([each.tensor for each in weight.local_shards()])
+        assert torch.equal(rows, new_row("t0")[None][rank:])  # the second rank holds none
+        model = sharded_model(small_problem(sequence=True, world=2))
+        model.module.c0._use_index_dedup = rank == 0
+        refused("'t0' cannot be reset .*without use_index_dedup", RowInitializer, model, None, ["t0"], **STARTED)
+
+
+def test_a_rank_without_rows_resets_none_and_what_one_refuses_all_refuse(tmp_path: Path) -> None:
+    in_processes(two_ranks, (str(tmp_path),), 2)
 
 
 @pytest.fixture(scope="module")
