@@ -1,5 +1,6 @@
 """Collisionless id tables: raw ids to rows of embedding tables, exactly; rows are given to ids, kept and reclaimed."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -137,7 +138,7 @@ class IdTables:
                 f"IdTables of {dist.get_world_size()} processes need a group, else each gives the same rows to other"
                 ' ids; pass group=dist.new_group(backend="gloo"), or a group of one process for its own tables'
             )
-        self._configs, self._features = dict(tables), len(features)
+        self._configs, self._features, self._process = dict(tables), len(features), os.getpid()
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self._layout = layout = IdLayout(self._configs, features, max_segments=max_segments, rank=rank, ranks=ranks)
         self._exchange = IdExchange(layout, group)
@@ -169,8 +170,9 @@ class IdTables:
 
         Raises:
             ValueError: an array has a wrong type or shape, or a time is not in [0, 2^32); raised on every rank, and
-                nothing has changed.
+                nothing has changed. Or it is called in a copy of the tables, in another process.
         """
+        self._require_own_process()
         timed = None if self._unit == _UNKNOWN else self._unit == _SECONDS
         error = id_error(ids, splits, self._features) or time_error(times, ids, timed)
         own = self._exchange.collect(error, ids, splits, times)
@@ -191,6 +193,7 @@ class IdTables:
 
         Changes nothing.
         """
+        self._require_own_process()
         own = self._exchange.collect(id_error(ids, splits, self._features), ids, splits, None)
         rows, begins, occurrences = self._sorted(own)
         self._in_threads(find_segments, begins, occurrences, rows, self._memory, self._clock)
@@ -309,6 +312,15 @@ class IdTables:
             "records": (records.reshape(-1, 2), 1),
             "cells": (self._memory.cells.view(np.int16), 3),
         }
+
+    def _require_own_process(self) -> None:
+        """Raises ValueError in another process, as a worker of a DataLoader, where a copy would go its own way."""
+        if os.getpid() != self._process:
+            raise ValueError(
+                f"these IdTables are a copy, in process {os.getpid()}, of those of process {self._process}, which would"
+                " not learn of its ids and rows; translate ids in a thread of the process that made the tables, not in"
+                " workers of a DataLoader"
+            )
 
     def _sorted(self, own: OwnedIds) -> tuple[np.ndarray, np.ndarray, Occurrences]:
         """Rows to fill, those of ids that pass through filled; begin of each segment's ids; the ids by segment."""

@@ -1,10 +1,14 @@
 """Id tables against plain dictionaries, and edge cases."""
 
+import os
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from cowrec.sparse_opt import Admission, IdTableConfig, IdTables, NewRows, hashed_ids, rows_for
 from cowrec.sparse_opt.id_tables import layout
@@ -195,6 +199,25 @@ def test_a_wrong_batch_is_rejected(ids: np.ndarray, splits: np.ndarray, times: n
 def test_a_wrong_configuration_is_rejected(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
+
+
+def translated(tables: IdTables, method: str, number: int) -> object:
+    return getattr(tables, method)(*one(number))
+
+
+@pytest.mark.parametrize(("start", "method"), [("fork", "assign"), ("fork", "rows_of"), ("spawn", "assign")])
+def test_copies_in_workers_of_a_loader_are_refused(start: str, method: str) -> None:
+    """Each would give rows of its own, and the tables in this process none."""
+    tables = table(10)
+    loader = DataLoader(
+        [10, 11],  # type: ignore[arg-type]
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context=start,
+        collate_fn=partial(translated, tables, method),
+    )
+    with pytest.raises(ValueError, match=rf"of those of process {os.getpid()}, .* in a thread of the process"):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("capacity", [1, 100, 4096, 8192, 100_001, 1 << 20])
