@@ -228,7 +228,7 @@ class _ClipInBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         indices, offsets, given, weights = ctx.saved_tensors
         bags = LookupBags(indices, offsets, ctx.blocks, ctx.size)
-        ctx.clipped.check_backward()
+        ctx.clipped.check_backward(ctx)
         settings, factors = ctx.settings, None
         unscaled = settings.loss_scale.unscaled(ctx.clipped, LookupBackward(bags, given, grads[0]))
         backward, grad = unscaled.backward, unscaled.scaled_grad

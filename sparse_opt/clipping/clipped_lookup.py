@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,17 +67,34 @@ class ClippedLookup:
         torch_rows = self.in_torch
         return self.limits.scope == "row" and torch_rows.columns is None and not torch_rows.gathers_rows
 
-    def check_backward(self) -> None:
-        """Warns in the second backward pass of one ``backward()``, unless passes are accumulated.
+    def check_backward(self, context: Any) -> None:
+        """Warns in the second backward pass of one ``backward()``, unless passes are accumulated, or of one forward.
+
+        Args:
+            context: of the autograd function whose backward it is.
 
         Raises:
-            RuntimeError: the pass is traced and not run.
+            RuntimeError: the pass is traced and not run; or it is the second of one forward and accumulated.
         """
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # whose import takes seconds
         if compiled is not None and compiled.in_compiled_autograd_region:
             raise RuntimeError(
                 "compiled autograd would trace the backward pass of tables under cowrec, whose kernels cannot be"
                 " traced; leave torch._dynamo.config.compiled_autograd off (torch.compile of the model works)"
+            )
+        is_repeated, context.has_run = getattr(context, "has_run", False), True
+        if is_repeated and self.accumulation.passes > 1:
+            raise RuntimeError(
+                "backward() was called again through the same forward pass, whose ids accumulate(n) would count again;"
+                " add the losses up and call backward() once"
+            )
+        if is_repeated:
+            warnings.warn(
+                "backward() was called again through the same forward pass: the gradient of each call is clipped by"
+                " itself, and applied in a step of its own; to clip their sum, in one step, add the losses up and call"
+                " backward() once",
+                RuntimeWarning,
+                stacklevel=2,
             )
         backward, earlier = torch._C._current_graph_task_id(), self.latest_backward
         self.latest_backward = backward

@@ -418,7 +418,7 @@ class _RunInBackward(torch.autograd.Function):
         indices, offsets, id_weights = ctx.saved_tensors
         bags = LookupBags(indices, offsets, ctx.blocks, ctx.size)
         backward = LookupBackward(bags, id_weights, grads[0], ctx.ids)
-        ctx.clipped.check_backward()
+        ctx.clipped.check_backward(ctx)
         weight_grad = ctx.clipped.in_torch.id_weight_grad(backward) if ctx.needs_input_grad[2] else None
         unscaled = ctx.loss_scale.unscaled(ctx.clipped, backward)
         step = ctx.clipped.accumulation.add(unscaled.backward, unscaled.finite)

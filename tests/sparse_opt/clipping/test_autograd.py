@@ -52,6 +52,7 @@ def losses(values: Tensor, batch: Any, share: float) -> Tensor:
     return share * (values * torch.cat([*batch.targets.values()], 1)).sum() / batch.divisor
 
 
+@pytest.mark.filterwarnings("ignore:.*again through the same forward pass")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_backward_of_a_forward_clips_its_own_gradient(kind: str) -> None:
     case, shares = KINDS[kind], (100.0, 0.01, 3.0)
@@ -136,7 +137,9 @@ def plainly_trained(kind: str, optimizer: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize(("kind", "optimizer"), zip(KINDS, cycle(OPTIMIZERS), strict=False))
 def test_what_is_around_a_forward_changes_no_bit(kind: str, optimizer: str, around: str) -> None:
-    found = trained(KINDS[kind], OPTIMIZERS[optimizer], AROUND[around])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        found = trained(KINDS[kind], OPTIMIZERS[optimizer], AROUND[around])
     assert_equal(found, plainly_trained(kind, optimizer))
 
 
@@ -178,6 +181,25 @@ def test_two_calls_in_one_loss_are_warned_of(optimizer: str) -> None:
     both = losses(pooled(model, batch) + pooled(model, batch), batch, 1.0)
     with pytest.warns(RuntimeWarning, match=r"called several times in one loss.* call accumulate\(n\)"):
         both.backward()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_backwards_of_one_forward_are_warned_of_and_not_accumulated(optimizer: str) -> None:
+    model = sharded_model(CASE)
+    adam = OPTIMIZERS[optimizer]
+    handle = EmbeddingAdam(model, adam, RULE) if adam else attach_cowclip(model, RULE)
+    batch = batches_of(CASE)[0][0]
+
+    def backward_twice() -> None:
+        loss = losses(pooled(model, batch), batch, 1.0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    with pytest.warns(RuntimeWarning, match=r"again through the same forward pass: .* add the losses up"):
+        backward_twice()
+    handle.accumulate(3)
+    with pytest.raises(RuntimeError, match=r"the same forward pass, whose ids .* would count again; add the losses up"):
+        backward_twice()
 
 
 @pytest.mark.parametrize("optimizer", ["lazy", "replay"])
