@@ -12,7 +12,6 @@ from cowrec.sparse_opt.tbe.discovery import (
     find_lookups,
     inconsistent_lookups,
     lookups_of_ranks,
-    meant_tables,
     raised_on_all_ranks,
     replicated_tables,
     sharded_collections,
@@ -23,7 +22,7 @@ from cowrec.sparse_opt.tbe.discovery import (
 from cowrec.sparse_opt.tbe.lookup import ShardedCollection, TbeLookup, process_group_of
 
 from .clipped_lookup import ClippedLookup
-from .table_rules import TableRules, require_known
+from .table_rules import TableRules, named_tables
 
 
 def clipped_lookups(
@@ -47,8 +46,7 @@ def clipped_lookups(
     """
     known = all_table_names(model)
     given = dict.fromkeys(known, clip_columns) if isinstance(clip_columns, int) else dict(clip_columns or {})
-    columns = {table: given[name] for table, name in meant_tables(model, given).items()}
-    require_known("clip_columns", list(columns), known)
+    columns = {table: given[name] for table, name in named_tables(model, "clip_columns", given).items()}
     unclipped = rules.unclipped(known)
     for table in sorted(tables_in_replica_groups(model)):
         raise ValueError(

@@ -1,6 +1,6 @@
 """Clip rules of a model's tables, by their names, and the limits that they set for the tables of a lookup."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import inf
@@ -69,7 +69,7 @@ def table_rules(model: nn.Module, rule: ClipRule | Mapping[str, ClipRule], exclu
     """Finds the rule of each table of a model; arguments as in :func:`attach_cowclip`.
 
     Raises:
-        TypeError: a rule is not one, such as a number or the class of a rule.
+        TypeError: a rule is not one, such as a number or the class of a rule; or exclude is a string.
         ValueError: the model has no table, a name is unknown, a table has no rule or two, or rules cannot be mixed.
     """
     known = all_table_names(model)
@@ -86,10 +86,8 @@ def table_rules(model: nn.Module, rule: ClipRule | Mapping[str, ClipRule], exclu
                 "rule must be a clip rule, such as CowClip(r=1.0, zeta=1e-5), or a mapping of table names to rules; got"
                 f" {got}"
             )
-    named = {table: given[name] for table, name in meant_tables(model, given.keys() - {OTHERS}).items()}
-    excluded = meant_tables(model, exclude)
-    require_known("rule", list(named), known)
-    require_known("exclude", list(excluded), known)
+    named = {table: given[name] for table, name in named_tables(model, "rule", given.keys() - {OTHERS}).items()}
+    excluded = named_tables(model, "exclude", exclude)
     for table in sorted(named.keys() & excluded.keys()):
         raise ValueError(f"table {table!r} has a rule and is named in exclude; name it in one of them")
     others = sorted(known - named.keys() - excluded.keys())
@@ -113,13 +111,22 @@ def table_rules(model: nn.Module, rule: ClipRule | Mapping[str, ClipRule], exclu
 _SCOPES = {"row": "row", "field": "table", "global": "gradient of all tables"}
 
 
-def require_known(argument: str, names: Sequence[str], known: set[str]) -> None:
-    """Raises ValueError, with the nearest known name, for a table that the model does not have."""
-    for name in names:
+def named_tables(model: nn.Module, argument: str, names: Iterable[str]) -> dict[str, str]:
+    """Finds the tables that the names of an argument stand for, as :func:`meant_tables` does.
+
+    Raises:
+        TypeError: names is a string, which would be taken for a list of letters.
+        ValueError: the model does not have a table; tells the nearest.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"{argument} must be a list of table names, got {names!r}; write [{names!r}]")
+    named, known = meant_tables(model, names), all_table_names(model)
+    for name in named:
         if name not in known:
             nearest = get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known: {', '.join(sorted(known))}"
             raise ValueError(f"{argument} names table {name!r}, which the model does not have{hint}")
+    return named
 
 
 class TableLimits:

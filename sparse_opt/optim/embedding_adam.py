@@ -22,12 +22,10 @@ from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip
 from cowrec.sparse_opt.clipping.handle import DEFAULT_SCALES, LookupsHandle, LossScale, require_unattached, wrap_lookups
 from cowrec.sparse_opt.clipping.requirements import clipped_lookups
 from cowrec.sparse_opt.clipping.statistics import TableStats
-from cowrec.sparse_opt.clipping.table_rules import require_known, table_rules
+from cowrec.sparse_opt.clipping.table_rules import named_tables, table_rules
 from cowrec.sparse_opt.tbe.discovery import (
-    all_table_names,
     called_modules,
     column_split_tables,
-    meant_tables,
     raised_on_all_ranks,
     sharded_collections,
     table_names,
@@ -365,9 +363,8 @@ class EmbeddingAdam(FusedOptimizer):
 
 def _factors_of_tables(model: nn.Module, lr_factors: Mapping[str, float] | None) -> dict[str, float]:
     """Factors by the tables' names in the model. Raises ValueError, with the nearest name, for an unknown one."""
-    named = meant_tables(model, given := dict(lr_factors or {}))
-    require_known("lr_factors", list(named), all_table_names(model))
-    return {table: float(given[name]) for table, name in named.items()}
+    given = dict(lr_factors or {})
+    return {table: float(given[name]) for table, name in named_tables(model, "lr_factors", given).items()}
 
 
 def _require_rates(factors: Mapping[str, float], config: AdamConfig) -> None:

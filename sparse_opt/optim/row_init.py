@@ -14,18 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from cowrec.sparse_opt.clipping.handle import attached_to
-from cowrec.sparse_opt.clipping.table_rules import require_known
+from cowrec.sparse_opt.clipping.table_rules import named_tables
 from cowrec.sparse_opt.id_tables.kernels.hashing import GOLDEN, mix
 from cowrec.sparse_opt.id_tables.kernels.slots import COOLDOWN
 from cowrec.sparse_opt.id_tables.tables import NewRows
 from cowrec.sparse_opt.kernels.compiled import compiled
 from cowrec.sparse_opt.tbe.discovery import (
     NO_ROWS,
-    all_table_names,
     called_modules,
     find_lookups,
     lookup_modules,
-    meant_tables,
     raised_on_all_ranks,
     rows_of_tables,
     table_names,
@@ -59,6 +57,7 @@ class RowInitializer:
         seed: at least 0.
 
     Raises:
+        TypeError: ``optimizer`` is another or a wrapper, or ``tables`` is a string.
         ValueError: the model has no table of a name, or rows of it that cannot be reset; EmbeddingAdam trains a table
             and is not ``optimizer``, or the reverse; or without ``optimizer`` a table is data-parallel, whose state is
             that of an optimizer that the model does not know.
@@ -74,13 +73,21 @@ class RowInitializer:
         std: float,
         seed: int,
     ):
+        if not isinstance(optimizer, EmbeddingAdam | None):
+            raise TypeError(
+                "optimizer must be the EmbeddingAdam that trains the tables, itself and not in a wrapper, or None under"
+                f" FBGEMM's fused optimizers; got {type(optimizer).__name__}"
+            )
+        named = named_tables(model, "tables", tables)
         self._optimizer = optimizer
         self._columns = np.array([columns] * len(tables) if isinstance(columns, int) else columns)
+        if len(self._columns) != len(tables):
+            raise ValueError(
+                f"columns must be an int for all {len(tables)} tables, or a list with one for each, got {columns}"
+            )
         self._std = std
         hashes = [hashlib.sha256(f"{seed}/{table}".encode()).digest() for table in tables]
         self._keys = np.array([int.from_bytes(each[:8], "little") for each in hashes], np.uint64)
-        named = meant_tables(model, tables)
-        require_known("tables", list(named), all_table_names(model))
         rows = rows_of_tables(model)
         self._tables = [(table, min(rows[each] for each in named if named[each] == table)) for table in tables]
         called, names = called_modules(model), dict(table_names(model))

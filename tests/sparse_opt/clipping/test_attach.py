@@ -329,6 +329,12 @@ def test_what_is_no_rule_is_named(attach: Any, rule: Any) -> None:
         attach(fresh(), rule)
 
 
+@attached_either_way
+def test_names_in_a_string_are_refused(attach: Any) -> None:
+    with pytest.raises(TypeError, match=r"exclude must be a list of table names, got 't0'; write \['t0'\]"):
+        attach(fresh(), CowClip(), exclude="t0")
+
+
 ONE_TABLE: dict[str, Any] = {"rows": (40,), "features": (("a",),)}
 ONE_ID = small_problem(**ONE_TABLE, max_ids=1)
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}

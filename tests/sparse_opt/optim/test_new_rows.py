@@ -23,6 +23,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import (
@@ -116,6 +117,18 @@ def test_tables_that_cannot_be_reset_are_refused() -> None:
     model = sharded_model(small_problem(sequence=True))
     model.module.c0._use_index_dedup = True  # of EmbeddingCollectionSharder, whose operator exists on CUDA alone
     refused("'t0' cannot be reset .*without use_index_dedup", RowInitializer, model, None, ["t0"], **more)
+
+
+def test_arguments_of_other_kinds_are_named() -> None:
+    model = sharded_model(CASE)
+    for optimizer in (model.fused_optimizer, CombinedOptimizer([EmbeddingAdam(model, AdamConfig())])):
+        message = rf"optimizer must be the EmbeddingAdam .* or None .*; got {type(optimizer).__name__}"
+        with pytest.raises(TypeError, match=message):
+            RowInitializer(model, optimizer, ["t0"], **STARTED)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"tables must be a list of table names, got 't0'; write \['t0'\]"):
+        RowInitializer(model, None, "t0", **STARTED)
+    message = r"columns must be an int for all 2 tables, or a list with one for each, got \[8\]"
+    refused(message, RowInitializer, model, None, ["t0", "t2"], **STARTED | {"columns": [8]})
 
 
 NEW = NewRows(*np.array([[0], [5], [77], [0]]))
