@@ -191,6 +191,8 @@ def _field_lines(guesses: "Mapping[str, Guess]") -> tuple[list[str], list[str]]:
         keys = {"name": name, **({} if name == column else {"column": column}), "kind": guess.kind, **guess.keys}
         text = ", ".join(f"{key} = {_toml(value)}" for key, value in keys.items())
         fields.append(f"    {{{text}}},  # {_comment(guess.why)}{missing}")
+    if all(guess.kind in ("", "numeric") for guess in guesses.values()):
+        left_out.append('# unsure: training needs a field of ids: make one categorical, or add transform = "buckets"')
     return fields, left_out
 
 
@@ -411,9 +413,10 @@ FEW_VALUES = 20
 LONG_TEXT = 60
 """Mean length of values from which on a column is probably free text."""
 ID_NAME = re.compile(
-    r"(^|_|\b)((id|uid|gid|code|zip|zipcode|type|category|cat|gender|key|hash|ip|hour|day|month)s?"
-    r"|user|item|product|movie|ad|campaign|advertiser|device|customer|shop|store|brand|city|country|region|site|app)$",
-    re.I,
+    r"(^|_|\b)(?i:(id|uid|gid|code|zip|zipcode|type|category|cat|gender|key|hash|ip|hour|day|month)s?"
+    r"|(user|item|product|movie|ad|campaign|advertiser|device|customer|shop|store|brand|city|country|region|site|app"
+    r"|visitor|session|member|client|account|song|artist|book|author|video|publisher|adgroup|segment|seg)(ids?)?)$"
+    r"|(?<=[a-z0-9])(Id|ID)s?$"
 )
 WHOLE = re.compile(r"[+-]?[0-9]+(\.0*)?")
 NOTATION = re.compile(r"[+-]?[$€£¥]? ?[+-]?([0-9]{1,3}([., '][0-9]{3})+|[0-9]+)([.,][0-9]+)? ?[%$€£¥]?")

@@ -113,8 +113,8 @@ class EmbeddingFront(nn.Module):
 
         if not tables:
             raise ValueError(
-                "a model needs at least one sparse field, got none; in the schema file, give one of ids, or a numeric "
-                'field of integers transform = "buckets", and prepare again'
+                "a model needs at least one sparse field, got none; in the schema file, give one of ids (kind = "
+                '"categorical"), or a numeric field transform = "buckets", and prepare again'
             )
         dims, self.sequences = dict(embedding_dims or {}), dict(sequences or {})
         _require_one_width(self.sequences, lambda field: dims.get(field, embedding_dim))

@@ -269,6 +269,23 @@ def test_types_of_parquet_are_believed_and_nulls_are_bad_rows(tmp_path: Path) ->
     assert sum(split.rows for split in schema.splits.values()) == rows - 3
 
 
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        ("userId movieId SearchID AdID userid movieids visitorid itemid cms_segid ADID user_id", "categorical"),
+        ("paid valid bid Grid humid covid AMID price", "numeric"),
+    ],
+)
+def test_names_of_ids(tmp_path: Path, names: str, kind: str) -> None:
+    """Camel case, and nouns with "id"; numbers of other names are numeric, and without ids nothing can be trained."""
+    columns = names.split()
+    lines = [",".join(["click", *columns]), *(f"{n % 2}" + f",{n % 50}" * len(columns) for n in range(200))]
+    (tmp_path / "raw.csv").write_text("\n".join(lines))
+    text, _, found = inferred(tmp_path / "raw.csv")
+    assert found == dict.fromkeys(columns, kind)
+    assert ("# unsure: training needs a field of ids" in text) == (kind == "numeric")
+
+
 NUMERIC = {"2020": "numeric"}
 STRANGE = {
     "a long text": ("shop,note", f's{{m}},"{"a, " * 44_000}{{n}}"', {"shop": "categorical"}),
