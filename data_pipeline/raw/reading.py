@@ -35,6 +35,8 @@ REFUSED = {
     b"ORC": "an ORC file; convert it to Parquet",
     b"Obj\x01": "an Avro file; convert it to Parquet",
     b"SQLite format": "an SQLite database; export the table to Parquet or CSV",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive; extract it and give the folder",
+    b"Rar!": "a RAR archive; extract it and give the folder",
     b"\x89HDF": "an HDF5 file; convert it to Parquet",
 }
 BINARY = re.compile(rb"[\x00\x02-\x08\x0e-\x1a\xff]")

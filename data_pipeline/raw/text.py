@@ -189,16 +189,18 @@ def line_blocks(text: RawText, block_bytes: int) -> Iterator[bytes]:
     Empty lines at the end are left out.
 
     Raises:
-        ValueError: a line is longer than `block_bytes`.
+        ValueError: a line is longer than `block_bytes`, or the text is a tar archive.
     """
     line, remainder = 1, b""
     while chunk := text.read(block_bytes):
         data = remainder + chunk
+        if line == 1 and data[257:262] == b"ustar" and b"\0" in data[:512]:
+            raise ValueError(f"{text.path}: it is a tar archive; extract the files and give their folder")
         end = _end_of_text(data)
         if not end and len(data) > block_bytes:
             end = data.rfind(b"\n") + 1  # empty lines
             if not end:
-                raise ValueError(f"{text.path}, line {line}: longer than {block_bytes:,} bytes; {_is_text(data)}")
+                raise ValueError(f"{text.path}, line {line}: longer than {block_bytes:,} bytes; is this a text file?")
         remainder = data[end:]
         if end:
             line += data.count(b"\n", 0, end)
@@ -213,12 +215,6 @@ def _end_of_text(data: bytes) -> int:
     while last and data[last - 1] in b"\r\n":
         last -= 1
     return data.index(b"\n", last) + 1 if last else 0
-
-
-def _is_text(data: bytes) -> str:
-    if data[257:262] == b"ustar":
-        return "it is a tar archive; extract the files and give their folder"
-    return "is this a text file?"
 
 
 class _Refused(Exception):

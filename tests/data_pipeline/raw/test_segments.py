@@ -5,6 +5,7 @@ import gzip
 import io
 import lzma
 import random
+import tarfile
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,15 @@ def zipped(data, **others):
         archive.writestr("logs/clicks.csv", data)
         for name, content in others.items():
             archive.writestr(name, content)
+    return packed.getvalue()
+
+
+def tarred(data):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        member = tarfile.TarInfo("clicks.csv")
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
     return packed.getvalue()
 
 
@@ -96,17 +106,24 @@ def test_segments_are_read_in_any_order(tmp_path, kind):
         (b"ORC\x00" * 9, "is an ORC file; convert it to Parquet"),
         (b"\xff\xff\xff\xff" * 9, "is an Arrow stream; write it as an Arrow file"),
         (b"a" * 257 + b"ustar" + b"\0" * 20_000_000, "it is a tar archive; extract the files"),
+        (tarred(TEXT), "it is a tar archive; extract the files"),
+        (gzip.compress(tarred(TEXT)), "it is a tar archive; extract the files"),
+        (b"7z\xbc\xaf'\x1c\x00\x04" + TEXT, "is a 7z archive; extract it"),
+        (b"Rar!\x1a\x07\x01\x00" + TEXT, "is a RAR archive; extract it"),
         *((cut(kind, kept), TRUNCATED) for kind in ("gz", "xz", "zstd", "bz2") for kept in (0.3, 0.99)),
         *((flipped(kind), r"raw: the \w+ archive is (damaged|truncated)") for kind in ("gz", "xz", "bz2", "zip")),
     ],
-    ids=range(17),
+    ids=range(21),
 )
 def test_damaged_archives_and_other_formats_are_refused(tmp_path, content, message):
     (tmp_path / "raw").write_bytes(content)
     refused(message, surveyed, tmp_path / "raw")
 
 
-@pytest.mark.parametrize("header", ["PARENT_ID,x", "PAR1,x", "ARROW1,x", "FEA1\x01x", "ORCHARD\tx", "PARE", "ORC,PAR1"])
+HEADERS = ["PARENT_ID,x", "PAR1,x", "ARROW1,x", "FEA1\x01x", "ORCHARD\tx", "PARE", "ORC,PAR1", "7z,Rar!"]
+
+
+@pytest.mark.parametrize("header", [*HEADERS, "u" * 256 + "mustard"])
 def test_text_may_begin_as_another_format(tmp_path, header):
     (tmp_path / "raw").write_text(f"{header}\n1,2\n")
     assert look(str(tmp_path / "raw"))[0].first_line == header.encode()
