@@ -59,8 +59,9 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     sample = read_sample(path, label)
     if not sample.rows:
         raise ValueError(f"input file {os.fspath(path)} has no samples")
+    scope = "" if sample.whole else f" in the first {len(sample.rows):,} rows"
     guesses = {
-        name: guess_column(name, values, sample.types.get(name, ""))
+        name: guess_column(name, values, sample.types.get(name, ""), scope)
         for name, values in zip(sample.columns, zip(*sample.rows, strict=True), strict=True)
         if sample.columns.count(name) == 1 and name
     }
@@ -69,7 +70,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     guesses |= given if sample.header else {}
     repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
     place = os.fspath(path) + ", whose first line was taken as a sample and not as a header" * (not sample.header)
-    chosen, rule, note = _label(guesses, label, repeated, place)
+    chosen, rule, note = _label(guesses, label, repeated, place, scope)
     times = [name for name, guess in guesses.items() if guess.is_time and name != chosen]
     time = max(times, key=lambda name: bool(TIME_NAME.search(name)), default="")
     markers = sorted({text for guess in guesses.values() for text in guess.null})
@@ -100,8 +101,10 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     return "\n".join([*lines, *left_out, *[""] * bool(left_out), "fields = [", *fields, "]", ""])
 
 
-def _label(guesses: "Mapping[str, Guess]", asked: str, repeated: Sequence[str], path: str) -> tuple[str, str, str]:
-    """Returns the column of the label, the line of its rule or "", and a comment."""
+def _label(
+    guesses: "Mapping[str, Guess]", asked: str, repeated: Sequence[str], path: str, scope: str
+) -> tuple[str, str, str]:
+    """Returns the column of the label, the line of its rule or "", and a comment; `scope`: see `guess_column`."""
     if asked in repeated:
         raise ValueError(f"{path}: several columns are called {asked!r}; rename all but the label's")
     if asked and asked not in guesses:
@@ -118,17 +121,22 @@ def _label(guesses: "Mapping[str, Guess]", asked: str, repeated: Sequence[str], 
         remark = f" (those that share a name are left out: {names}; rename them)" if repeated else ""
         could = f"; with two values, and missing ones: {', '.join(map(repr, two[:5]))}" if two else ""
         constant = [name for name, each in guesses.items() if name.lower() in LABEL_NAMES and len(each.distinct) == 1]
-        could += f"; {', '.join(map(repr, constant))} has one value only, so nothing can be learned" if constant else ""
+        why = scope or ", so nothing can be learned"
+        could += f"; {', '.join(map(repr, constant))} has one value only{why}" if constant else ""
         raise ValueError(f"{path}: no column looks like a label{remark}; name it with --label COLUMN{could}")
     chosen = asked or candidates[0]
-    rule = _rule(guesses[chosen])
+    rule, single = _rule(guesses[chosen], partial=bool(scope)), len(guesses[chosen].distinct) == 1
     if rule is None:
-        found = len(guesses[chosen].distinct)
-        problem = "its values are neither two nor all numbers" if found > 1 else f"it has {('no', 'one')[found]} value"
+        remedy = "; shuffle the rows, or write the schema file by hand" if scope else ""
+        found = ("no value", "one value")[single] + scope + remedy
+        problem = (
+            "its values are neither two nor all numbers" if len(guesses[chosen].distinct) > 1 else f"it has {found}"
+        )
         raise ValueError(f"column {chosen!r} cannot be the label: {problem}")
     lacking = _lacking(guesses[chosen])
     others = [name for name in two_valued if name != chosen]
     unsure = f"unsure: {_comment(', '.join(map(repr, others[:5])))} could be it too" if others and not asked else ""
+    unsure = f"unsure: one value only{scope}" if single else unsure
     return chosen, rule, (unsure or ("see the next line" if rule else "all values are 0 or 1")) + lacking
 
 
@@ -139,14 +147,17 @@ def _lacking(guess: "Guess") -> str:
     return f"; {100 * guess.missing:.3g} % of the rows have none, and are bad rows: see prepare.on_bad_row"
 
 
-def _rule(guess: "Guess") -> str | None:
-    """Returns the line that makes a column a label, with a remark, "" if it needs none, None if it cannot be one."""
+def _rule(guess: "Guess", *, partial: bool = False) -> str | None:
+    """Returns the line that makes a column a label, with a remark, "" if it needs none, None if it cannot be one.
+
+    Where the values are `partial`, 0 or 1 may follow the other one.
+    """
     texts = pa.array(guess.distinct, pa.string())
     if not len(texts):
         return None
     values, wrong = RawLabel().values(texts)
     if not wrong.any():
-        return "" if len(set(values.tolist())) == 2 else None
+        return "" if partial or len(set(values.tolist())) == 2 else None
     numbers = sorted(marker_numbers(guess.distinct))
     if len(guess.distinct) == 2:
         known = _positive(guess.distinct) if len(numbers) < 2 else None
@@ -223,6 +234,7 @@ class RawSample:
         notes: what is unsure.
         types: what the types of columns say: "time", a kind of lists, or a type that has neither numbers nor ids.
         path: the file, the first one of a folder.
+        whole: True if these are all rows of the only file.
         partition: further columns that the folders of all files give, with a value of each file, see `partition_of`.
     """
 
@@ -234,6 +246,7 @@ class RawSample:
     notes: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict)
     path: str = ""
+    whole: bool = True
     partition: Mapping[str, list[str]] = field(default_factory=dict)
 
 
@@ -247,7 +260,7 @@ def read_sample(path: str | os.PathLike[str], label: str = "") -> RawSample:
     found = _text_sample(source.path, label) if types is None else _table_sample(source, types)
     values = [dict(partition_of(file)) for file in files]
     partition = {name: [each.get(name) or "" for each in values] for name in values[0] if name not in found.columns}
-    return replace(found, path=source.path, partition=partition)
+    return replace(found, path=source.path, whole=found.whole and len(files) == 1, partition=partition)
 
 
 def _table_sample(source: Source, types: pa.Schema) -> RawSample:
@@ -255,12 +268,12 @@ def _table_sample(source: Source, types: pa.Schema) -> RawSample:
     with naming_file(source.path), closing(open_groups(source.path, source.format)) as file:
         for batch in file.iter_batches(SAMPLE_ROWS):  # an Arrow file may have batches of a few rows
             batches.append(batch)
-            if (rows := rows + batch.num_rows) >= SAMPLE_ROWS:
+            if (rows := rows + batch.num_rows) > SAMPLE_ROWS:
                 break
     table = pa.Table.from_batches(batches, batches[0].schema if batches else types).slice(0, SAMPLE_ROWS)
     columns = [_texts(column) for column in table.columns]
     said = {each.name: _said(each.type) for each in types}
-    return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)), types=said)
+    return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)), types=said, whole=rows <= SAMPLE_ROWS)
 
 
 def _said(kind: pa.DataType) -> str:
@@ -329,7 +342,8 @@ def _text_sample(path: str, label: str) -> RawSample:
     if not sure:
         notes.append(f"the first line {'looks like a header' if header else 'looks like a sample'}, but check `header`")
     columns = rows[0] if header else tuple(f"column{number}" for number in range(1, width + 1))
-    return RawSample(columns, [*rows[header:]], delimiter, quote, header, tuple(notes))
+    whole = complete and len(lines) <= SAMPLE_ROWS + 1
+    return RawSample(columns, [*rows[header:]], delimiter, quote, header, tuple(notes), whole=whole)
 
 
 def _encoding_notes(data: bytes, path: str) -> list[str]:
@@ -452,8 +466,8 @@ class Guess:
     is_time: bool = False
 
 
-def guess_column(name: str, values: Sequence[str | None], said: str = "") -> Guess:
-    """Guesses what the values of a column are; `said`: what its type says, see `RawSample`."""
+def guess_column(name: str, values: Sequence[str | None], said: str = "", scope: str = "") -> Guess:
+    """Guesses what the values of a column are; `said`: what its type says, see `RawSample`; `scope`: where they are."""
     if said in ("multi", "weighted"):
         keys = {"separator": "|"} | ({"weight_separator": ":"} if said == "weighted" else {})
         return Guess(said, keys, why="lists; separators apply to text only" + ORDERED * (said == "multi"))
@@ -471,7 +485,7 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "") -> Gue
         guess.is_time, guess.why = bool(distinct), "a time"
         return guess
     if len(distinct) < 2:
-        guess.why = "one value only" if distinct else "no value at all"
+        guess.why = ("one value only" if distinct else "no value at all") + scope
         return guess
     if all(NUMBER_PATTERN.fullmatch(text) and math.isfinite(float(text)) for text in distinct):
         _guess_number(guess, name, known)

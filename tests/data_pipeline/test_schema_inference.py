@@ -336,6 +336,28 @@ def test_files_that_are_no_table_are_named_as_such(tmp_path: Path) -> None:
     refused(r"raw\.csv: truncated or damaged", infer_schema, path)
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("classes", [("0", "1"), ("False", "True"), ("no", "yes")])
+def test_a_file_that_is_sorted_by_label(tmp_path: Path, kind: str, classes: tuple[str, str]) -> None:
+    """Its first rows have one class, and they are not all rows, which the messages say."""
+    raw, rows, first = tmp_path / f"raw.{kind}", 60_000, " in the first 50,000 rows"
+    columns = {"clicked": [classes[n > 55_000] for n in range(rows)], "shop": [f"s{n % 7}" for n in range(rows)]}
+    columns["campaign"] = ["a"] * 55_000 + ["b"] * 5_000
+    if kind == "csv":
+        raw.write_text("\n".join(map(",".join, [(*columns,), *zip(*columns.values(), strict=True)])))
+    else:
+        pq.write_table(pa.table(columns), raw)
+    refused(f"with --label COLUMN; 'clicked' has one value only{first}$", infer_schema, raw)
+    if classes == ("no", "yes"):
+        refused(f"it has one value{first}; shuffle the rows, or write", infer_schema, raw, label="clicked")
+        return
+    text, _, found = inferred(raw, "clicked")
+    assert f'label = "clicked"  # unsure: one value only{first}\n' in text
+    assert f"# left out: 'campaign': one value only{first}\n" in text
+    assert found == {"shop": "categorical"}
+    assert prepared(raw).splits["train"].positives == (4999,)
+
+
 def test_columns_of_parquet_are_recognised_or_left_out(tmp_path: Path) -> None:
     columns = {
         "click": [True, False] * 20,
