@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,11 +37,11 @@ from cowrec.data_pipeline.encoding import (
     fitted,
 )
 from cowrec.data_pipeline.parallel import ordered_map
-from cowrec.data_pipeline.raw.columns import WEIGHTLESS
+from cowrec.data_pipeline.raw.columns import NEGATIVE, WEIGHTLESS
 from cowrec.data_pipeline.raw.inputs import Block, Partition, Report
 from cowrec.data_pipeline.raw.layouts import Layout, RawField
 from cowrec.data_pipeline.raw.parsing import BadRow, BadRowLedger, Parsed, parse
-from cowrec.data_pipeline.raw.values import FRACTIONS, LOOKS_MISSING, ROUNDED
+from cowrec.data_pipeline.raw.values import FRACTIONS, LOOKS_MISSING, ROUNDED, marker_numbers
 
 from .config import PrepareConfig
 from .engines import Engine
@@ -381,6 +381,7 @@ def write_splits(
                 shard_path(plan.folder, name, partition.number).rename(final)
                 shards[name].append(size)
             report(partition.file_bytes)
+    _report_negatives({key: doubts.pop(key) for key in [*doubts] if key[1].startswith(NEGATIVE)})
     mixed = {name for name, doubt in doubts if doubt in (DECIMALS, TWINS)}
     for (name, doubt), count in sorted(doubts.items()):
         if doubt == DECIMALS or (doubt == POINTED and (name in mixed or plan.layout.for_prediction)):
@@ -391,6 +392,18 @@ def write_splits(
     rows = sum(size.rows for sizes in shards.values() for size in sizes)
     labelled = any(doubts[label.column, UNLABELLED] < rows for label in plan.layout.found_labels)
     return {name: size_of_split(sizes, plan.schema, labelled=labelled) for name, sizes in shards.items()}
+
+
+def _report_negatives(counts: Mapping[tuple[str, str], int]) -> None:
+    """Warns of several texts of a label, and not only numbers, such as those of a scale, that count as negative."""
+    for name in dict.fromkeys(column for column, _ in counts):
+        texts = {doubt.removeprefix(NEGATIVE): count for (column, doubt), count in counts.items() if column == name}
+        if len(texts) > max(1, len(marker_numbers([*texts]))):
+            logger.warning(
+                "column %r: %d texts count as negative: %s; if one of them is positive or means a missing label, add it"
+                " to `positive` or `null` in the schema file",
+                name, len(texts), ", ".join(f"{text!r} ({count:,} samples)" for text, count in [*texts.items()][:10]),
+            )  # fmt: skip
 
 
 def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Written:

@@ -217,6 +217,12 @@ def _checked_splits(splits: dict[str, Split], layout: Layout, config: PrepareCon
     for name, size in splits.items():
         if not size.rows and asked.get(name):
             raise ValueError(f"no sample is in the split {name}; check {name}_from or {name}_fraction = {asked[name]}")
+        for label, positives in zip(layout.labels, size.positives or (), strict=False):
+            if size.rows and positives in (0, size.rows):
+                logger.warning(
+                    "label %r: all %s samples of the split %s are %s, so that its AUC cannot be measured",
+                    label.column, f"{size.rows:,}", name, "positive" if positives else "not positive",
+                )  # fmt: skip
         if size.rows and size.weight == 0:
             raise ValueError(f"column {layout.weight!r}: all {size.rows:,} samples of the split {name} have weight 0")
     return splits

@@ -36,6 +36,9 @@ PAIR = pa.struct([("id", pa.string()), ("weight", pa.float64())])
 """An item of a weighted list."""
 WEIGHTLESS = "weightless"
 """Samples to predict whose weight is missing or wrong."""
+NEGATIVE = "negative: "
+"""Samples with a text that `positive` does not list; the text follows."""
+MOST_TEXTS = 100
 MISSING_LABEL = "the label is missing"
 MAX_WEIGHT = 1e6
 """Largest magnitude of the weight of a sample or of an id."""
@@ -52,7 +55,7 @@ class SampleColumns:
 
     Attributes:
         problems: column and what is wrong, by row.
-        doubts: what is suspicious about ids, see `as_id_text`, by column and doubt.
+        doubts: what may be suspicious: about ids, see `as_id_text`, and labels; by column and doubt.
     """
 
     def __init__(
@@ -93,7 +96,16 @@ class SampleColumns:
         found = as_id_text(without_nan(column, ["NaN"]))
         if found is None:
             raise _wrong_type(label.column, column.type, "labels: numbers, truth values or text")
-        values, wrong = label.values(found[0].fill_null(""))
+        text = found[0].fill_null("")
+        if label.positive:
+            coded = text.dictionary_encode()
+            of_texts, indices = label.values(coded.dictionary)[0], mask(coded.indices)
+            values, wrong = of_texts[indices], np.zeros(len(text), bool)
+            counts = np.bincount(indices, minlength=len(of_texts))
+            for each in np.flatnonzero(of_texts == 0)[:MOST_TEXTS].tolist():
+                self.doubts[label.column, NEGATIVE + coded.dictionary[each].as_py()] += int(counts[each])
+        else:
+            values, wrong = label.values(text)
         if self._for_prediction:
             return values
         self._fail(wrong, label.column, self._columns[label.column], label.rule)

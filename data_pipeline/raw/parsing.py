@@ -33,7 +33,7 @@ class Parsed:
         bad: the invalid samples.
         sample_weights: float32 [R]; None if samples have none.
         kept: by raw column, strings [R].
-        doubts: what is suspicious about ids, see `as_id_text`, by column and doubt.
+        doubts: what may be suspicious, see `SampleColumns`, by column and doubt.
     """
 
     sample_numbers: np.ndarray

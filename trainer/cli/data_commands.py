@@ -255,15 +255,19 @@ def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
 
 
 def _summary(schema: Any) -> str:
-    """Sizes of a data set, in one line."""
+    """Sizes of a data set and shares of positive samples, in one line."""
     from cowrec.data_pipeline.raw.parsing import counts_text
 
     sizes = ", ".join(f"{split.rows:,} {name} samples" for name, split in schema.splits.items())
+    known = {name: split for name, split in schema.splits.items() if split.rows and split.labelled}
+    for task, label in enumerate(schema.labels if known else ()):
+        shares = (f"{100 * split.positives[task] / split.rows:.3g} % of {name}" for name, split in known.items())
+        sizes += f"; {label} positive in {', '.join(shares)}"
     bad = sum(schema.bad_rows.values())
     skipped = f"; {bad:,} bad rows left out ({counts_text(schema.bad_rows)})" if bad else ""
     num_ids = sum(field.num_embeddings for field in schema.sparse)
     ids = "raw ids" if schema.has_raw_ids else f"{num_ids:,} ids"
-    return f"{sizes}, {len(schema.dense)} dense and {len(schema.sparse)} sparse fields, {ids}{skipped}"
+    return f"{sizes}; {len(schema.dense)} dense and {len(schema.sparse)} sparse fields, {ids}{skipped}"
 
 
 @contextmanager

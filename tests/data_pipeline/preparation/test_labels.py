@@ -109,6 +109,34 @@ def test_one_class_is_refused_and_no_advice_drops_the_other(prepared):
         prepared("", "shop,label", ["a,"], "missing")
 
 
+NEGATIVES = [
+    (
+        'positive = [">50K"]',
+        "<=50K|>50K|<=50K|>50K",
+        "<=50K.|>50K.",
+        "'<=50K' (2 samples), '<=50K.' (1 samples), '>50K.' (1 sample",
+    ),
+    ('positive = ["yes"]', "yes|no|no|yes", "no|Yes", "'no' (3 samples), 'Yes' (1 samples)"),
+    ('positive = ["4", "5"]', "3|4|5|1", "3|NA", "'3' (2 samples), '1' (1 samples), 'NA' (1 samples)"),
+    ('positive = ["4", "5"]', "3|4|5|1", "2|4", ""),
+    ('positive = ["yes"]\nnull = ["NA"]', "yes|no|no|NA", "no|yes", ""),
+]
+
+
+@pytest.mark.parametrize(("rule", "train", "test", "listed"), NEGATIVES)
+def test_texts_that_count_as_negative_are_listed(tmp_path, caplog, rule, train, test, listed):
+    """Those of all files, where there are several; other numbers of a scale are meant to be negative."""
+    toml = f'label = "end"\n{rule}\nfields = [{{name = "shop", kind = "categorical"}}]'
+    files = ["end,shop\n" + "".join(f"{label},a\n" for label in labels.split("|")) for labels in (train, test)]
+    options = {"on_bad_row": "skip", "split": "order", "test_rows": 2}
+    prepare_text(tmp_path, toml, *files, config=PrepareConfig(**options))
+    found = [each for each in caplog.messages if "count as negative" in each]
+    assert len(found) == bool(listed)
+    assert all(f"column 'end': {listed.count('sample')} texts count as negative: {listed}" in each for each in found)
+    single = "label 'end': all 2 samples of the split test are not positive, so that its AUC cannot be measured"
+    assert (single in caplog.messages) == ("yes" not in test and "4" not in test)
+
+
 BAD = "line 2, column w: a sample weight must be a finite number of at least 0"
 LARGE = "line 2, column w: weights must be at most 1,000,000, since one sample could end training otherwise, got '1e3"
 WEIGHTS = [(f"a,1,{weight}|b,0,1", 0, BAD) for weight in ("-1", "", "nan", "inf", "heavy")]

@@ -146,7 +146,7 @@ def test_prepare_train_evaluate_predict(cowrec: Cowrec, folder: Path, empty: Pat
     inputs = ["-i", "a.csv", "b.csv", "--input", "[c].csv", "--set", "prepare.test_fraction=0.3"]
     code, printed, _ = cowrec("prepare", "tabular", *inputs, "--schema", columns, "-o", data)
     assert code == 0
-    assert "1 dense and 3 sparse fields" in printed
+    assert re.search(r"; label positive in [\d.]+ % of train, [\d.]+ % of test; 1 dense and 3 sparse fields", printed)
     code, printed, said = cowrec("train", folder / "run.toml", "--set", f"data.dir={data}")
     assert code == 0
     assert "\r" not in said
