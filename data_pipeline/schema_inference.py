@@ -134,7 +134,7 @@ def _label(
         )
         raise ValueError(f"column {chosen!r} cannot be the label: {problem}")
     lacking = _lacking(guesses[chosen])
-    others = [name for name in two_valued if name != chosen]
+    others = [name for name in dict.fromkeys([*named, *two_valued]) if name != chosen]
     unsure = f"unsure: {_comment(', '.join(map(repr, others[:5])))} could be it too" if others and not asked else ""
     unsure = f"unsure: one value only{scope}" if single else unsure
     return chosen, rule, (unsure or ("see the next line" if rule else "all values are 0 or 1")) + lacking

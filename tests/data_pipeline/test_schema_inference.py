@@ -336,6 +336,14 @@ def test_files_that_are_no_table_are_named_as_such(tmp_path: Path) -> None:
     refused(r"raw\.csv: truncated or damaged", infer_schema, path)
 
 
+def test_known_names_of_labels_are_among_those_that_could_be_it(tmp_path: Path) -> None:
+    """As Amazon's reviews have them: ratings beside another column of two values."""
+    rows = [f"{n % 5 + 1}.0,i{n % 7},{n % 3 > 0}\n" for n in range(60)]
+    (tmp_path / "raw.csv").write_text("rating,item,verified_purchase\n" + "".join(rows))
+    assert "label = \"verified_purchase\"  # unsure: 'rating' could be it too\n" in inferred(tmp_path / "raw.csv")[0]
+    assert "could be it too" not in inferred(tmp_path / "raw.csv", "rating")[0]
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 @pytest.mark.parametrize("classes", [("0", "1"), ("False", "True"), ("no", "yes")])
 def test_a_file_that_is_sorted_by_label(tmp_path: Path, kind: str, classes: tuple[str, str]) -> None:

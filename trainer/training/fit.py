@@ -117,6 +117,8 @@ def fit(
         schema_file.write_text(text, encoding="utf-8")
         left_out = [line.removeprefix("# left out: ") for line in text.splitlines() if line.startswith("# left out: ")]
         unsure = re.search(r"^((?:positive|threshold) = .*?)  # unsure", text, re.MULTILINE)
+        if label == "" and (guess := re.search(r"^label = (.*?)  # unsure: (.*)", text, re.MULTILINE)):
+            logger.warning("the label is a guess: %s, but %s; name the right one as `label`", *guess.groups())
         if unsure:
             logger.warning("which values of the label are positive is a guess: %s; see %s", unsure[1], schema_file)
         if left_out:

@@ -86,6 +86,12 @@ def test_tables_that_do_not_work_get_the_messages_of_the_commands(tmp_path: Path
     guessed = table.set_column(0, "clicked", [pc.if_else(table["clicked"], "a", "b")])
     refused("exists and is not empty", fitted, run_dir, guessed, data_dir=tmp_path)
     assert 'are positive is a guess: positive = ["b"]; see' in caplog.text
+    assert "the label is a guess" not in caplog.text
+    rated = table.append_column("rating", [[n % 5 for n in range(ROWS)]]).rename_columns(
+        ["verified" if name == "clicked" else name for name in [*table.column_names, "rating"]]
+    )
+    refused("exists and is not empty", fitted, run_dir, rated, label="", data_dir=tmp_path)
+    assert "the label is a guess: \"verified\", but 'rating' could be it too; name the right one" in caplog.text
     model = fitted(run_dir, table)  # what the refused calls left is replaced
     assert "not used as fields: 'row': another value in each row" in caplog.text
     refused("has a complete run", fitted, run_dir, table)
