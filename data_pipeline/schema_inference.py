@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -71,6 +72,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
     place = os.fspath(path) + ", whose first line was taken as a sample and not as a header" * (not sample.header)
     chosen, rule, note = _label(guesses, label, repeated, place, scope)
+    _leave_out_leaks(guesses, sample, chosen, rule, scope)
     times = [name for name, guess in guesses.items() if guess.is_time and name != chosen]
     time = max(times, key=lambda name: bool(TIME_NAME.search(name)), default="")
     markers = sorted({text for guess in guesses.values() for text in guess.null})
@@ -164,7 +166,26 @@ def _rule(guess: "Guess", *, partial: bool = False) -> str | None:
         largest = max(guess.distinct, key=float) if len(numbers) == 2 else max(guess.distinct)
         sure = known is not None or numbers == [-1.0, 1.0]
         return f"positive = [{_toml(largest if known is None else known)}]{UNSURE_RULE * (not sure)}"
-    return f"threshold = {numbers[len(numbers) // 2]!r}{UNSURE_RULE}" if len(numbers) == len(guess.distinct) else None
+    if len(numbers) < len(guess.distinct):
+        return None
+    above, missing = [each for each in numbers if each > 0], numbers == [-1, 0, 1]
+    counts = all(each.is_integer() for each in numbers) and float(guess.most) == 0
+    threshold = above[0] if above and (counts or missing) else numbers[len(numbers) // 2]
+    return f"threshold = {threshold!r}{UNSURE_RULE}{' Is -1 a missing label?' * missing}"
+
+
+def _leave_out_leaks(guesses: "Mapping[str, Guess]", sample: "RawSample", chosen: str, rule: str, scope: str) -> None:
+    """Leaves out columns of few values, each of which has one class of the label only, and many samples of each."""
+    columns = dict(zip(sample.columns, zip(*sample.rows, strict=True), strict=True))
+    texts = pa.array([text or "" for text in columns.get(chosen, ())], pa.string())
+    classes = RawLabel(**tomllib.loads(rule), null=guesses[chosen].null).values(texts)[0].tolist()
+    if min(classes.count(0.0), classes.count(1.0)) < ENOUGH:
+        return
+    for name, guess in guesses.items():
+        if name in columns and name != chosen and not guess.is_time and len(guess.distinct) <= FEW_VALUES:
+            pairs = {(text, label) for text, label in zip(columns[name], classes, strict=True) if label in (0, 1)}
+            if len(pairs) == len({text for text, _ in pairs}):
+                guess.kind, guess.why = "", f"it says what the label is{scope}"
 
 
 def _positive(texts: Sequence[str]) -> str | None:
@@ -422,6 +443,8 @@ def _header(rows: Sequence[Sequence[str]]) -> tuple[bool, bool]:
 ORDERED = '; a history, the oldest first: kind = "sequence", max_length = 50'
 """What to do where the order of lists counts, which their values do not show."""
 SEPARATORS = "|;,^ "
+ENOUGH = 100
+"""Samples of each class from which on a column that tells them apart is no chance."""
 FEW_VALUES = 20
 """An integer column with at most so many distinct numbers is probably one of codes."""
 LONG_TEXT = 60
@@ -453,6 +476,7 @@ class Guess:
         null: texts in it that seem to mean a missing value.
         why: what speaks for the guess, or what is unsure.
         distinct: its distinct values, the missing ones aside.
+        most: the most frequent one.
         missing: share of missing values.
         is_time: True if all values, or those that are not missing in a column of times, are valid times.
     """
@@ -462,6 +486,7 @@ class Guess:
     null: tuple[str, ...] = ()
     why: str = ""
     distinct: tuple[str, ...] = ()
+    most: str = ""
     missing: float = 0.0
     is_time: bool = False
 
@@ -476,8 +501,9 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "", scope:
     texts = [value or "" for value in values]
     markers = tuple(sorted({text for text in texts if text and text.lower() in LOOKS_MISSING}))
     known = [text for text in texts if text and text not in markers]
-    distinct = tuple(dict.fromkeys(known))
-    guess = Guess(null=markers, distinct=distinct, missing=1 - len(known) / max(len(texts), 1))
+    counts = Counter(known)
+    distinct, most = tuple(counts), max(counts, key=counts.__getitem__, default="")
+    guess = Guess(null=markers, distinct=distinct, most=most, missing=1 - len(known) / max(len(texts), 1))
     if re.fullmatch(r"__index_level_[0-9]+__", name):
         guess.why = "the index of a pandas data frame"
         return guess

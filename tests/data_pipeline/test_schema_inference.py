@@ -344,6 +344,36 @@ def test_known_names_of_labels_are_among_those_that_could_be_it(tmp_path: Path) 
     assert "could be it too" not in inferred(tmp_path / "raw.csv", "rating")[0]
 
 
+@pytest.mark.parametrize("rows", [150, 900])
+@pytest.mark.parametrize("label", ["clk", "stars", "end"])
+def test_columns_that_say_what_the_label_is_are_left_out(tmp_path: Path, rows: int, label: str) -> None:
+    """As nonclk beside clk in Taobao's data; in a few samples it may be chance, and so may a column of many values."""
+    values = {"clk": "01101", "stars": "15324", "end": "nyyny"}[label]  # 2 of 5 are negative
+    lines = [f"{values[n % 5]},{n % 5 in (0, 3)},c{n % 10},{n % 7},{n % 25},{n}.5\n" for n in range(rows)]
+    (tmp_path / "raw.csv").write_text(f"{label},nonclk,kind,cate_id,user_id,price\n" + "".join(lines))
+    text, _, found = inferred(tmp_path / "raw.csv", label)
+    left_out = [name for name in ("nonclk", "kind") if f"# left out: '{name}': it says what the label is\n" in text]
+    assert left_out == ([] if rows == 150 else ["nonclk", "kind"])
+    assert {*found} == {"nonclk", "kind", "cate_id", "user_id", "price"} - {*left_out}
+
+
+@pytest.mark.parametrize(
+    ("values", "threshold"),
+    [
+        ("0 0 0 1 5 2", "1.0  # unsure: which values are positive?"),
+        ("-1 0 1 1 -1 -1", "1.0  # unsure: which values are positive? Is -1 a missing label?"),
+        ("0 1 2 3 3 3", "2.0  # unsure: which values are positive?"),
+        ("0 0 0.5 0.7 0.9", "0.7  # unsure: which values are positive?"),
+        ("0 0 -3 -2", "-2.0  # unsure: which values are positive?"),
+    ],
+)
+def test_thresholds_of_numbers(tmp_path: Path, values: str, threshold: str) -> None:
+    """Numbers of events, most of them 0, are positive from 1 on."""
+    lines = [f"{each},s{n % 2}\n" for n, each in enumerate(values.split())]
+    (tmp_path / "raw.csv").write_text("clicks,shop\n" + "".join(lines))
+    assert f"threshold = {threshold}\n" in inferred(tmp_path / "raw.csv", "clicks")[0]
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 @pytest.mark.parametrize("classes", [("0", "1"), ("False", "True"), ("no", "yes")])
 def test_a_file_that_is_sorted_by_label(tmp_path: Path, kind: str, classes: tuple[str, str]) -> None:
