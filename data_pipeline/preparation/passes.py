@@ -17,6 +17,7 @@ from cowrec.data_pipeline.dataset.schema import (
     BUCKET_SUFFIX,
     OUT_OF_VOCABULARY,
     RESERVED_ROWS,
+    WINDOW_ROWS,
     DenseTransform,
     Encoding,
     Schema,
@@ -39,7 +40,7 @@ from cowrec.data_pipeline.encoding import (
 from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.raw.columns import NEGATIVE, WEIGHTLESS
 from cowrec.data_pipeline.raw.inputs import Block, Partition, Report
-from cowrec.data_pipeline.raw.layouts import Layout, RawField
+from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
 from cowrec.data_pipeline.raw.parsing import BadRow, BadRowLedger, Parsed, parse
 from cowrec.data_pipeline.raw.values import FRACTIONS, LOOKS_MISSING, ROUNDED, marker_numbers
 
@@ -387,11 +388,31 @@ def write_splits(
         if doubt == DECIMALS or (doubt == POINTED and (name in mixed or plan.layout.for_prediction)):
             continue
         logger.warning(MESSAGES[doubt].format(name=name, count=count))
+    _report_order(shards[SPLITS[TRAIN]], plan.layout.labels)
     for unfinished in plan.folder.glob(f"*/*{PARTIAL}*"):  # of a worker that was lost
         unfinished.unlink()
     rows = sum(size.rows for sizes in shards.values() for size in sizes)
     labelled = any(doubts[label.column, UNLABELLED] < rows for label in plan.layout.found_labels)
     return {name: size_of_split(sizes, plan.schema, labelled=labelled) for name, sizes in shards.items()}
+
+
+def _report_order(shards: Sequence[ShardSize], labels: Sequence[RawLabel]) -> None:
+    """Warns of training samples that are sorted by their only label: windows are not mixed with each other.
+
+    The shares of positives differ by more than half of what they do between shards of one class, as no drift does.
+    """
+    rows = np.array([each.rows for each in shards])
+    if len(labels) > 1 or rows.sum() <= WINDOW_ROWS:
+        return
+    shares = np.array([each.positives[0] for each in shards]) / rows
+    mean = np.average(shares, weights=rows)
+    if np.average((shares - mean) ** 2, weights=rows) > mean * (1 - mean) / 4:
+        logger.warning(
+            "label %r: the files seem to be sorted by it: %.3g %% of the training samples are positive, but from %.3g"
+            " to %.3g %% of those in one shard, and training shuffles windows of %s samples only. Shuffle the rows and"
+            " prepare again, or train with data.window_rows = %d, which mixes all of them in memory",
+            labels[0].column, 100 * mean, 100 * shares.min(), 100 * shares.max(), f"{WINDOW_ROWS:,}", rows.sum(),
+        )  # fmt: skip
 
 
 def _report_negatives(counts: Mapping[tuple[str, str], int]) -> None:

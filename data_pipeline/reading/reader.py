@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
-from cowrec.data_pipeline.dataset.schema import Schema
+from cowrec.data_pipeline.dataset.schema import WINDOW_ROWS, Schema
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.data_pipeline.parallel import prefetched
 
@@ -26,9 +26,6 @@ from .order import GlobalBatches, Window, epoch_windows, parts_within, positions
 
 if TYPE_CHECKING:
     from cowrec.data_pipeline.dataset.batch import Batch
-
-WINDOW_ROWS = 1 << 20
-"""Samples shuffled together by default: about 170 MB for Criteo's 39 fields."""
 
 
 class _Loaded(NamedTuple):

@@ -2,7 +2,9 @@
 
 import math
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,6 +137,22 @@ def test_texts_that_count_as_negative_are_listed(tmp_path, caplog, rule, train, 
     assert all(f"column 'end': {listed.count('sample')} texts count as negative: {listed}" in each for each in found)
     single = "label 'end': all 2 samples of the split test are not positive, so that its AUC cannot be measured"
     assert (single in caplog.messages) == ("yes" not in test and "4" not in test)
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(1_100_000, "sorted"), (1_100_000, "drifting"), (900_000, "sorted")])
+def test_training_samples_in_the_order_of_their_label_are_reported(tmp_path, caplog, rows, kind):
+    """Where windows do not mix them; a share that goes from 0 to 60 % in time is none."""
+    numbers = np.arange(rows)
+    limit = np.where(numbers < 0.3 * rows, 1, 0) if kind == "sorted" else 0.6 * numbers / rows
+    label = pa.array((np.random.default_rng(0).random(rows) < limit).astype(np.int8))
+    pq.write_table(pa.table({"click": label, "shop": pa.array(numbers % 7)}), tmp_path / "raw.parquet")
+    (tmp_path / "columns.toml").write_text('label = "click"\nfields = [{name = "shop", kind = "categorical"}]')
+    config, columns = PrepareConfig(test_fraction=0), tmp_path / "columns.toml"
+    prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "out", config, schema_file=columns)
+    found = [each for each in caplog.messages if "sorted" in each]
+    assert len(found) == (rows > 1_000_000 and kind == "sorted")
+    assert all("30 % of the training samples are positive, but from 0 to 100 %" in each for each in found)
+    assert all("window_rows = 1100000, which mixes all" in each for each in found)
 
 
 BAD = "line 2, column w: a sample weight must be a finite number of at least 0"
