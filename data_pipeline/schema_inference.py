@@ -443,6 +443,7 @@ def _header(rows: Sequence[Sequence[str]]) -> tuple[bool, bool]:
 ORDERED = '; a history, the oldest first: kind = "sequence", max_length = 50'
 """What to do where the order of lists counts, which their values do not show."""
 SEPARATORS = "|;,^ "
+SPACED = (", ", "; ")
 ENOUGH = 100
 """Samples of each class from which on a column that tells them apart is no chance."""
 FEW_VALUES = 20
@@ -563,7 +564,9 @@ def _guess_text(guess: Guess, known: Sequence[str]) -> None:
     if len(noted) > 0.95 * len(distinct) and len(odd) > 0.05 * len(distinct):
         guess.why = f"unsure: seem to be numbers, but {odd[0]!r} is not read as one; write them as 1234.5 in the file"
         return
-    found = [each for each in (_as_list(separator, known, distinct) for separator in SEPARATORS) if each]
+    spaced = [each for each in SPACED if all(text.count(each) == text.count(each[0]) for text in distinct)]
+    found = [each for each in (_as_list(separator, known, distinct) for separator in spaced) if each]
+    found = found or [each for each in (_as_list(separator, known, distinct) for separator in SEPARATORS) if each]
     if found:
         _, guess.kind, guess.keys, guess.why = max(found, key=lambda each: each[0])
     elif sum(map(len, known)) > LONG_TEXT * len(known):
@@ -574,6 +577,8 @@ def _guess_text(guess: Guess, known: Sequence[str]) -> None:
         guess.kind, guess.why = "categorical", f"{len(distinct)} different values"
         if len(distinct) > 0.5 * len(known) > FEW_VALUES:
             guess.why = f"unsure: {len(distinct)} different values in {len(known)} rows"
+    if guess.kind and all(text.startswith("[") and text.endswith("]") for text in distinct):
+        guess.why += "; unsure: brackets become part of the ids; write them without, or the column as lists of Parquet"
     if guess.null:
         guess.why += f"; unsure: {', '.join(map(repr, guess.null))} may be a missing value"
 
@@ -592,5 +597,7 @@ def _as_list(
         if all(left and NUMBER_PATTERN.fullmatch(weight) for left, _, weight in halves):
             keys = {"separator": separator, "weight_separator": weight_separator}
             return gain, "weighted", keys, f"{len({left for left, _, _ in halves})} different ids with numbers"
-    why = f"unsure: {len(parts)} different parts in {len(distinct)} values{ORDERED}"
+    odd = next((part for part in parts if part != part.strip()), "")
+    blanks = f"; unsure: blanks become part of the ids, as in {odd!r}" if odd else ""
+    why = f"unsure: {len(parts)} different parts in {len(distinct)} values{blanks}{ORDERED}"
     return gain, "multi", {"separator": separator}, why

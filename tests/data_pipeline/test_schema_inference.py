@@ -358,6 +358,37 @@ def test_columns_that_say_what_the_label_is_are_left_out(tmp_path: Path, rows: i
 
 
 @pytest.mark.parametrize(
+    ("form", "joints", "separator", "remark"),
+    [
+        ("{}", (", ", ", "), ", ", ""),
+        ("{}", ("; ", "; "), "; ", ""),
+        ("{}", (",", ","), ",", ""),
+        ("{}", (", ", ","), ",", "blanks become part of the ids, as in ' tag"),
+        (
+            "[{}]",
+            (", ", ", "),
+            ", ",
+            "brackets become part of the ids; write them without, or the column as lists of P",
+        ),
+    ],
+)
+def test_lists_with_blanks_or_brackets(
+    tmp_path: Path, form: str, joints: tuple[str, str], separator: str, remark: str
+) -> None:
+    """An id is the same wherever it is in a list, also where it has blanks of its own."""
+    lists = [sorted({n % 5, n % 7, n % 11}, key=lambda each: each * n % 13) for n in range(300)]
+    texts = [form.format(joints[n % 2].join(f"tag {each}" for each in ids)) for n, ids in enumerate(lists)]
+    lines = ["click\ttags", *(f"{n // 2 % 2}\t{text}" for n, text in enumerate(texts))]
+    (tmp_path / "raw.tsv").write_text("\n".join(lines))
+    text, layout, found = inferred(tmp_path / "raw.tsv")
+    assert (found, layout.fields[0].separator) == ({"tags": "multi"}, separator)
+    assert remark in text
+    assert (" become part of the ids" in text) == bool(remark)
+    if not remark:
+        assert prepared(tmp_path / "raw.tsv").sparse[0].num_embeddings == 2 + 11
+
+
+@pytest.mark.parametrize(
     ("values", "threshold"),
     [
         ("0 0 0 1 5 2", "1.0  # unsure: which values are positive?"),
