@@ -208,7 +208,8 @@ class EmbeddingAdam(FusedOptimizer):
         """Changes the settings of the coming steps, for training in stages, as with batches that grow.
 
         Brings all rows up to date first, with the earlier settings: under "replay" a pass over the tables. Bias
-        corrections follow the betas of all steps. A CUDA graph of a step keeps the settings of its capture.
+        corrections follow the betas of all steps. A CUDA graph of a step keeps the settings of its capture. The
+        learning rate in ``param_groups`` becomes ``config.lr`` if that changes; otherwise it stays as it is.
 
         Before :meth:`load_state_dict`, repeat the calls of the steps to load, with ``after``.
 
@@ -235,7 +236,8 @@ class EmbeddingAdam(FusedOptimizer):
             require_replayable(rules, config, self._column_ranks)
         if self.steps:
             self.flush()
-        self.config, self.lr, self.rule, self._rules = config, config.lr, rule, rules
+        rate = self.lr if config.lr == self.config.lr else config.lr
+        self.config, self.lr, self.rule, self._rules = config, rate, rule, rules
         for adam in self.lookups:
             adam.clipped.limits.set_rules(rules)
         for collection in self.collections:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from torch import nn
+from torch.optim import lr_scheduler
 
 from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam, FtrlConfig
 from random_problems.drawing import small_problem
@@ -114,6 +115,20 @@ def test_a_stage_without_a_rate_keeps_first_moments() -> None:
             model(batches_of(CASE)[min(step, 1)][0])[0].backward()
         states.append(state_of(model, optimizer))
     assert_equal(*states)
+
+
+def test_a_stage_leaves_the_rate_to_its_scheduler_unless_it_has_another_one() -> None:
+    model, optimizer = started("replay", "torch")
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rates = []
+    for step, config in enumerate([{}, {}, {"l2": 1e-3}, {}, {"lr": 4e-2}, {}]):
+        if config:
+            optimizer.reconfigure(replace(optimizer.config, **config))
+        rates.append(optimizer.lr)
+        model(batches_of(CASE)[step][0])[0].backward()
+        optimizer.step()
+        scheduler.step()
+    assert rates == [1e-2, 5e-3, 2.5e-3, 1.25e-3, 4e-2, 2e-2]
 
 
 def test_what_cannot_change_is_refused() -> None:
