@@ -73,9 +73,8 @@ class CollectionAdam:
     def step(self, value: int) -> None:
         for adam in self.lookups:
             adam.step = value
-        self.history.forget_after(value)
-        for adam in self._replayed_unequally():
             adam.mark_current()
+        self.history.forget_after(value)
         if self.history.is_replayed:
             self.history.replace(np.full(value, self._config.lr))
 

@@ -294,7 +294,11 @@ class EmbeddingAdam(FusedOptimizer):
 
     @property
     def steps(self) -> int:
-        """Most steps that a collection has taken. Setting it sets all, and assumes the configured learning rate."""
+        """Most steps that a collection has taken.
+
+        Setting it sets all, declares all rows to be those after that step, as they are, and assumes the configured
+        learning rate.
+        """
         return max((each.step for each in self.collections), default=0)
 
     @steps.setter

@@ -241,6 +241,23 @@ def test_loaded_weights_count_as_current() -> None:
     assert optimizer.steps == 49
 
 
+@pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
+def test_set_steps_move_no_row(sharding: str) -> None:
+    """The rows continue as under dense, with the bias corrections of the steps that were set."""
+    stream, states = replace(STREAMS["paper"], sharding=sharding), []
+    for absent_rows in ("dense", "replay"):
+        model = sharded_model(stream.problem)
+        optimizer = EmbeddingAdam(model, replace(stream.adam, absent_rows=absent_rows))
+        for step in range(1, 60):
+            if step == 30:
+                optimizer.flush()
+                optimizer.steps = 1000
+            model(stream.batch(step))[0].backward()
+        states.append(state_of(model, optimizer))
+        optimizer.remove()
+    assert_equal(*states)
+
+
 @pytest.mark.parametrize("loaded", ["", "t0", "t0 t1 t2"])
 def test_weights_loaded_while_rows_are_behind(loaded: str) -> None:
     """Some of them, as of a network alone, with no state_dict() before, which would bring all rows up to date."""
