@@ -251,11 +251,12 @@ class CollectionAdam:
         self._set_entries(stored=False)
 
     def require_entries(self, given: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raises ValueError if the ``state`` of a state_dict lacks an entry."""
+        """Raises ValueError if the ``state`` of a state_dict lacks an entry, or has one of another size."""
         for key, weight in self.params.items():
-            entries = given.get(key, {})
-            missing = sorted(self.of_param[weight].keys() - entries.keys())
+            entries, own = given.get(key, {}), self.of_param[weight]
+            missing = sorted(own.keys() - entries.keys())
             if not missing:
+                _require_sizes(key, entries, own)
                 continue
             remedy = "it is of another model"
             if LAST_STEP in entries:
@@ -287,6 +288,18 @@ class CollectionAdam:
         dtype = torch.int32 if per_row else torch.float32
         lookups = [each.lookup for each in self.lookups]
         return sharded_like_weights(self.collection, lookups, flats, dtype, per_row=per_row)
+
+
+def _require_sizes(key: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """KeyedOptimizer would resize what differs, which then is no longer the optimizer's memory."""
+    for name in (name for name, value in own.items() if not isinstance(value, Entry)):
+        # Of the whole, and of the parts here.
+        sizes, wanted = ([list(each.size()) for each in (of[name], *_held_here(of[name]))] for of in (given, own))
+        if sizes != wanted:
+            raise ValueError(
+                f"the optimizer's state holds {name!r} of {key!r} in the sizes {sizes}, but the table has {wanted};"
+                " load it into a model with the same tables, sharded alike"
+            )
 
 
 def _held_here(value: Any) -> list[Tensor]:

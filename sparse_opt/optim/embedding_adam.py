@@ -280,8 +280,8 @@ class EmbeddingAdam(FusedOptimizer):
         """Loads a state that is sharded like this optimizer's.
 
         Raises:
-            ValueError: a table or entry is missing; or the state was taken within :meth:`as_stored` and is loaded
-                elsewhere, or the reverse.
+            ValueError: a table or entry is missing or of another size; or the state was taken within :meth:`as_stored`
+                and is loaded elsewhere, or the reverse.
         """
         for each in self.collections:
             each.require_entries(state_dict["state"])

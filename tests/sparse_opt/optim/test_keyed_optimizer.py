@@ -219,6 +219,19 @@ def test_states_that_do_not_fit_are_refused() -> None:
     refused(message, optimizer.load_state_dict, plain)
 
 
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize(("rows", "sharding"), [(50, "table_wise"), (70, "row_wise"), (70, "data_parallel")])
+def test_a_state_of_a_table_with_other_rows_is_refused(rows: int, sharding: str, stored: bool) -> None:
+    _, saved = started(problem=small_problem(**SMALL | {"rows": (60, rows), "sharding": sharding}))
+    model, optimizer = started(problem=small_problem(**SMALL | {"rows": (60, 60), "sharding": sharding}))
+    train_step(CASE, model, 0)
+    before = state_of(model, optimizer)
+    with saved.as_stored() if stored else nullcontext(), optimizer.as_stored() if stored else nullcontext():
+        message = rf"'exp_avg' of 'c0.*t1.weight' in the sizes \[\[{rows}, 4\].*, but the table has \[\[60, 4\].*; load"
+        refused(message, optimizer.load_state_dict, saved.state_dict())
+    assert_equal(state_of(model, optimizer), before)
+
+
 def test_two_processes_resume_without_preparation(tmp_path: Path) -> None:
     """In the last case one rank holds no table and counts no step."""
     in_processes(_resume, (str(tmp_path),), 2)
