@@ -113,7 +113,8 @@ def _all_zero(m, count):
 @compiled()
 def _zero_decayed(w, m, count, twice_l2, step_size, lr_factor, thresholds):
     """Sets decayed ones of the leading elements to zero; without branches, so that it runs in vector registers."""
-    lr = max(thresholds.lr, step_size) * lr_factor
+    # A first moment that moves no weight for lack of a rate still decays as under any.
+    lr = max(thresholds.lr, step_size) * (lr_factor if lr_factor > 0 else np.float32(1))
     for i in range(count):
         decayed = (abs(m[i]) * lr <= thresholds.motion) & ((twice_l2 == 0) | (abs(w[i]) <= thresholds.weight))
         m[i] = np.float32(0) if decayed else m[i]

@@ -70,7 +70,8 @@ def _replay_rows(
             now += 1
         if now % INTERVAL == 0:
             started = moving & (last < now)
-            lr = tl.maximum(tl.load(steps.step_sizes + now - 1), thresholds.lr) * lr_factor
+            lr = tl.maximum(tl.load(steps.step_sizes + now - 1), thresholds.lr)
+            lr = lr * tl.where(lr_factor > 0, lr_factor, 1.0)
             decayed = tl.abs(m) * lr[:, None] <= thresholds.motion
             if HAS_L2:
                 decayed = decayed & (tl.abs(w) <= thresholds.weight)

@@ -39,10 +39,11 @@ CASES = {
     "paper": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-7, adam_epsilon="keras"),
     "torch": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-6),
     "no L2": AdamConfig(lr=1e-2),
+    "no L2, factor 0": AdamConfig(lr=1e-2),
     "decay": AdamConfig(lr=1e-2, weight_decay=1.0),
     "decay and L2": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-6, weight_decay=0.5),
 }
-LR_FACTOR = 0.7
+LR_FACTORS = {case: 0.0 if "factor 0" in case else 0.7 for case in CASES}
 ROWS, DIM = 45, 12
 R, ZETA = 0.5, 1e-4
 TABLES = (Table(20, 8, ("a",)), Table(5, 4, ("b",)), Table(60, 12, ("c", "d")))
@@ -77,13 +78,14 @@ def test_interpreted() -> None:
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled(case: str, clipped: bool) -> None:
-    compare_replay(CASES[case], clipped, torch.device("cuda"), steps=330)
+    compare_replay(case, clipped, torch.device("cuda"), steps=330)
 
 
-def compare_replay(config: AdamConfig, clipped: bool, device: torch.device, *, steps: int) -> None:
+def compare_replay(case: str, clipped: bool, device: torch.device, *, steps: int) -> None:
     """Replays rows that missed 0 to all steps with both kernels; some are zero, some decay on the way."""
     from cowrec.sparse_opt.kernels.triton_replay import distinct_begins, replay_rows_on_device
 
+    config, lr_factor = CASES[case], LR_FACTORS[case]
     rng = np.random.default_rng(0)
     weights = (rng.normal(0, 1, (ROWS, DIM)) * 10.0 ** rng.uniform(-9, 0, (ROWS, 1))).astype(np.float32)
     weights[::9] = 0
@@ -108,14 +110,14 @@ def compare_replay(config: AdamConfig, clipped: bool, device: torch.device, *, s
     on_cpu, progress_on_cpu = copied(state, torch.device("cpu")), copied(progress, torch.device("cpu"))
     behind = StaleRows(*(each[rows.last < steps] for each in rows))
     tuples = map(to_numpy, (behind, on_cpu, progress_on_cpu, history.schedule))
-    arguments = (0, 1, DIM, np.float32(LR_FACTOR), *tuples, to_float32(constants), to_float32(thresholds))
+    arguments = (0, 1, DIM, np.float32(lr_factor), *tuples, to_float32(constants), to_float32(thresholds))
     if clipped:
         replay_clipped_rows(*arguments, to_numpy(clips))
     else:
         replay_rows(*arguments)
 
     taken, log_beta2 = torch.tensor([steps], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
-    numbers = (*history.schedule, torch.tensor([LR_FACTOR]), log_beta2, one * DIM)
+    numbers = (*history.schedule, torch.tensor([lr_factor]), log_beta2, one * DIM)
     on_steps = DeviceSteps(taken, progress.last_step, *numbers)
     layout, clips, on_device, on_steps, row = (
         copied(each, device) if isinstance(each, tuple) else each.to(device)
@@ -235,9 +237,9 @@ if __name__ == "__main__":
         for each in TRAININGS:
             compare_training(each)
             print("equal")
-    for config in CASES.values():
+    for case in CASES:
         for with_clip in (False, True):
-            compare_replay(config, with_clip, torch.device("cpu"), steps=40)
+            compare_replay(case, with_clip, torch.device("cpu"), steps=40)
             print("equal")
     compare_outside()
     compare_far()

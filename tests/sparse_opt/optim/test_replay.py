@@ -147,7 +147,7 @@ STREAMS = {
         compared_at=(100, 301),
     ),
     "no floor, unusual betas": Stream(adam=AdamConfig(lr=1e-3, l2=1e-2, betas=(0.0, 0.0)), rule=CowClip(1.0, 0.0)),
-    "no clip, no L2": Stream(adam=AdamConfig(lr=1e-2), rule=NoClip()),
+    "no clip, no L2": Stream(adam=AdamConfig(lr=1e-2), rule=NoClip(), lr_factors={"t0": 0.0}),
     "weight decay": Stream(adam=AdamConfig(lr=1e-2, weight_decay=0.5), rule=NoClip(), gradients=1.0, steps=800),
     "FTRL": Stream(
         adam=AdamConfig(lr=1e-2, weight_decay=0.5, wide=FtrlConfig(0.3, 1e-2, batch_size=8)),
