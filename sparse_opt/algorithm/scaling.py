@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from math import expm1, inf, log, sqrt
 from typing import Any, Literal, get_args
 
-from .clip import ClipRule, ConstantClip, ReferenceCowClip
+from .clip import CLIP_RULES, ClipRule, ConstantClip, ReferenceCowClip
 
 EmbeddingOptimizer = Literal["adam", "adagrad", "sgd"]
 
@@ -160,7 +160,8 @@ def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: s
     a row like the gradient of one occurrence, to 1/s; those of a table, and of all tables, to 1/sqrt(s). Under the
     paper's rules, constant thresholds grow with sqrt(s) (its Table 6) and other limits stay. "none" keeps all.
 
-    Arguments and errors are those of :func:`scale_hyperparameters`.
+    Arguments and errors are those of :func:`scale_hyperparameters`; and ValueError for a rule outside of
+    :data:`CLIP_RULES` whose limits change.
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
     if rule == "half_life":
@@ -185,6 +186,11 @@ def _ratio(lr: float, scaled: float) -> float:
 
 
 def _with_limits_times(factor: float, clip: ClipRule) -> ClipRule:
+    if type(clip) not in CLIP_RULES.values():
+        raise ValueError(
+            f"scale_clip knows the values of CLIP_RULES only, got {clip!r}; scale it yourself: its limits become"
+            f" {factor:g} times as large"
+        )
     # The reference's floor is r^2 * sqrt(D) * bound.
     factors = {"r": factor, "zeta": factor, "bound": 1 / factor, "max_norm": factor}
     values: Any = clip

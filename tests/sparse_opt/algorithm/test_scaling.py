@@ -1,6 +1,6 @@
 """Scaling rules equal the paper's table, and presets the reference's numbers."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -171,3 +171,14 @@ def test_half_life_keeps_the_clip_of_tables_whose_ids_are_all_rare() -> None:
         scaled = scale_clip(clip, base_batch_size=1, batch_size=16)
         assert vars(scaled) == pytest.approx({key: value / 4 for key, value in vars(clip).items()})
     assert scale_clip(NoClip(), base_batch_size=1, batch_size=16) == NoClip()
+
+
+@dataclass(frozen=True)
+class OwnRule(CowClip):
+    share: float = 0.5
+
+
+def test_limits_of_a_rule_of_ones_own_are_not_guessed() -> None:
+    sizes = {"base_batch_size": 1, "batch_size": 16}
+    refused(r"got OwnRule\(.*share=0.5\); scale it yourself: .* 0.0625 times as large", scale_clip, OwnRule(), **sizes)
+    assert scale_clip(OwnRule(), **sizes, rule="cowclip") == OwnRule()
