@@ -108,7 +108,15 @@ class BetaHistory:
 
         This is the weight that the initial zero still has in each moment; the bias corrections are 1 less it (arXiv
         1412.6980, section 3, with a beta of its own in each step).
+
+        Raises:
+            ValueError: the betas of so early a step are no longer known.
         """
+        if step < self.since:
+            raise ValueError(
+                f"a collection is at step {step}, but reconfigure() has changed the settings after step {self.since};"
+                " give it as `after` a step that every collection has taken or will have loaded"
+            )
         (beta1, beta2), (first, second), steps = self.betas, self.earlier, step - self.since
         return first * beta1**steps, second * beta2**steps
 

@@ -216,10 +216,11 @@ class EmbeddingAdam(FusedOptimizer):
         Args:
             config: settings; ``absent_rows`` and ``adam_epsilon`` must be the earlier ones, and FTRL stays or not.
             rule: clip rules of the earlier kinds, with other values; by default the earlier ones.
-            after: step after which they hold; by default the latest.
+            after: step after which they hold, in all collections; by default the latest of each.
 
         Raises:
-            ValueError: what must not change does, or absent rows could not be replayed.
+            ValueError: what must not change does, or absent rows could not be replayed. The next backward pass raises
+                it if a collection has not come to step ``after``.
         """
         rule = self.rule if rule is None else rule
         rules = self._rules_of(rule)

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam, FtrlConfig
 from random_problems.drawing import small_problem
 from random_problems.in_loops import row_gradients
-from random_problems.training import assert_equal, batch_of, batches_of, sharded_model, state_of
+from random_problems.training import assert_equal, batch_of, batches_of, sharded_model, state_of, train_step
 from refusal import refused
 
 pytest_plugins = ["one_group"]
@@ -142,6 +142,16 @@ def test_what_cannot_change_is_refused() -> None:
     ):
         refused(message, optimizer.reconfigure, given, rule)
     assert optimizer.config == config
+
+
+@pytest.mark.parametrize("absent_rows", ["lazy", "replay"])
+def test_a_step_before_the_settings_is_refused(absent_rows: str) -> None:
+    """Of the first 100 steps, whose betas are no longer known, the optimizer has taken and loaded none."""
+    model, optimizer = started(absent_rows, "torch")
+    optimizer.reconfigure(replace(optimizer.config, betas=(0.9, 0.9)), after=100)
+    before = state_of(model)
+    refused("at step 1, but reconfigure.* after step 100; give it as `after`", train_step, CASE, model, 0)
+    assert_equal(state_of(model), before)
 
 
 def test_ftrl_needs_columns_and_values_in_range() -> None:
