@@ -58,7 +58,8 @@ class AdamConfig:
             its missed steps when its id occurs again or when it is read.
         weight_decay: each step multiplies a row by ``1 - lr * weight_decay`` beside its Adam step, >= 0 and at most
             1 / lr (decoupled decay, as in AdamW: arXiv 1711.05101, Algorithm 2, with the learning rate as in torch). It
-            is not part of the gradient, so that no clip bounds it. In float32, a decay of a step below 6e-8 is lost.
+            is not part of the gradient, so that no clip bounds it. In float32 a step's decay below 3e-8 is lost, and
+            inexact below 1e-7.
         wide: FTRL for the columns after ``clip_columns``, which then have neither L2 nor weight decay nor the learning
             rate, and change in the batch's rows alone; None for Adam.
 

@@ -208,7 +208,8 @@ def clip_scales(grads: Tensor, limits: Tensor) -> Tensor:
         limits: largest allowed norm of each, float [U], >= 0.
 
     Returns:
-        float [U] in (0, 1]; float32 or the gradients' own type if wider; not finite where the gradient is not.
+        float [U] in [0, 1]; float32 or the gradients' own type if wider; 0 of an infinite norm and 1 of NaN, times
+        which a gradient that is not finite stays so.
     """
     return scales_of_norms(row_norms(grads), limits)
 

@@ -78,6 +78,7 @@ def test_non_finite_gradients_stay_non_finite() -> None:
     grads = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0]])
     clipped = clip_rows(grads, torch.ones(2, 2), torch.tensor([1, 1]), CowClip())
     assert clipped.isnan().any(1).all()
+    assert clip_scales(grads, torch.ones(2)).tolist() == [1, 0]
     assert clip_scales(torch.zeros(1, 2), torch.zeros(1)).item() == 1
 
 
