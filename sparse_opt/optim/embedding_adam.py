@@ -265,6 +265,9 @@ class EmbeddingAdam(FusedOptimizer):
         Take the model's state and this optimizer's within it, and load both within it. In place of ``step`` a table
         then has ``last_step``, int32 [rows, 1] (see :class:`LastSteps`), and the last table of each collection
         ``lrs``, a list of the learning rates of all steps.
+
+        Load them into an optimizer with the settings under which they were taken, and :meth:`reconfigure` it then: rows
+        that are behind take their missed steps by its ``config``, ``rule`` and ``lr_factors``, which are not checked.
         """
         with ExitStack() as stack:
             for each in self.collections:
