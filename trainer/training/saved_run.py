@@ -230,7 +230,8 @@ def warm_start(state: TrainState, *, timed: bool) -> None:
         timed: whether this run's samples have times, as those of every stream have.
 
     Raises:
-        ValueError: the folder is not a run, the fields or the network differ, or ids cannot be matched.
+        ValueError: the folder is not a run, the fields, labels, share of negatives or network differ, or ids
+            cannot be matched.
     """
     config, schema, process = state.plan.config, state.plan.schema, state.plan.process
     source = local_copy(config.train.warm_start, "run")
@@ -294,6 +295,13 @@ def _require_same_fields(source: Path, earlier: Schema, schema: Schema) -> None:
         if before != now:
             different = sorted(set(before) ^ set(now)) or now
             raise ValueError(f"train.warm_start = {str(source)!r} has other fields ({', '.join(different)})")
+    for name in ("labels", "negative_fraction"):
+        before, now = (getattr(each, name) for each in (earlier, schema))
+        if before != now:
+            raise ValueError(
+                f"train.warm_start = {str(source)!r} was trained on data with {name} = {before}, and these data"
+                f" have {now}, for which its weights predict something else; prepare both alike"
+            )
 
 
 def _earlier_rows(field: SparseField, earlier: SparseField, source: Path, data_dir: Path) -> Tensor:

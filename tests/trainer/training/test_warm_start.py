@@ -1,5 +1,6 @@
 """Warm starts: ids that both runs have keep the weights of the earlier run, matched by their strings."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline import PrepareConfig, Schema, prepare
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.training.saved_run import evaluate_run
 from refusal import refused
@@ -89,6 +90,12 @@ def test_the_same_data_evaluate_equally_and_mismatches_are_refused(tmp_path: Pat
         refused(message, run, tmp_path, same, f"with_{setting}", f"train.warm_start={tmp_path}/{earlier}", setting)
     other = data(tmp_path / "b", "new", ["rome", "oslo"], COLUMNS.replace("numeric", "categorical"))
     refused(r"another network|has other fields", run, tmp_path, other, "fields", f"train.warm_start={tmp_path}/first")
+    for name, value in (("negative_fraction", 0.25), ("labels", ("buy",))):
+        changed = dataclasses.replace(Schema.load(tmp_path / "second"), **{name: value})
+        changed.save(tmp_path / "second")
+        message = rf"{name} = .*(0\.25|buy).* these data have .*(1\.0|label).* prepare both alike"
+        refused(message, run, tmp_path, same, f"other_{name}", f"train.warm_start={tmp_path}/second")
+        dataclasses.replace(changed, negative_fraction=1.0).save(tmp_path / "second")
 
 
 OF_A_GPU = {"precision": "tf32", "device": "cuda", "memory": "uvm", "embedding": "fbgemm_adam"}
