@@ -6,16 +6,23 @@ Sizes: n rows, P stored width of a table.
 """
 
 import dataclasses
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+import pyarrow.parquet as pq
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline.dataset.schema import vocabulary_file
+from cowrec.data_pipeline.encoding import one_array
 from cowrec.data_pipeline.files import checksum, write_file
+from cowrec.data_pipeline.hashing import string_buffers
 from cowrec.models import ModelConfig
 from cowrec.trainer.runs.own_code import OwnCode
 
@@ -108,6 +115,26 @@ class Manifest:
                 problem = "does not match its checksum" if file.is_file() else "is missing"
                 raise ValueError(f"{folder} is damaged: {name} {problem}; export the model again")
         return manifest
+
+
+def fingerprint(folder: Path, model: ModelConfig) -> str:
+    """Computes the SHA-256 of what weights mean: of the network, and of the fields, labels and vocabularies of data.
+
+    Args:
+        folder: an export, or a data set; its vocabularies are read.
+        model: configuration of the network.
+    """
+    schema = Schema.load(folder)
+    parts: list[Any] = [model, *schema.dense, *schema.sparse]
+    text = json.dumps([*map(dataclasses.asdict, parts), schema.labels, schema.negative_fraction])
+    # A number without a fraction is read back as an integer or as a float.
+    digest = hashlib.sha256(json.dumps(json.loads(text, parse_int=float), sort_keys=True).encode())
+    for each in schema.sparse:
+        if (file := vocabulary_file(folder, each.name)).is_file():
+            offsets, data = string_buffers(one_array(pq.read_table(file, columns=["value"])["value"]))
+            digest.update(np.diff(offsets).data)
+            digest.update(data[offsets[0] : offsets[-1]].data)
+    return digest.hexdigest()
 
 
 def quantise(rows: Tensor, precision: Precision) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import RESERVED_ROWS
 from cowrec.trainer.export.export import TrainedTable, dense_weights, rows_and_ids, trained_table, write_export
+from cowrec.trainer.export.manifest import fingerprint
 from cowrec.trainer.publishing.blob import Change, TableChange, row_keys
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
@@ -71,7 +72,8 @@ class OnlinePublication:
 
         def open_publisher() -> None:
             kept = config.online.keep_full_versions
-            self._publisher = Publisher(open_target(url, publishing=True), keep_full=kept)
+            of_data = fingerprint(Path(config.data.dir), config.model)
+            self._publisher = Publisher(open_target(url, publishing=True), of_data, keep_full=kept)
 
         on_first(process, open_publisher)
         if not from_first(process, (run_dir / BASE).exists):

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 FORMAT = 1
 MAGIC = b"cowrec-published"  # its length keeps the tensors aligned
 _DENSE = "dense/"
-_ABOUT = ("version", "previous", "kind", "lineage", "created")
+_ABOUT = ("version", "previous", "kind", "lineage", "created", "fingerprint")
 _INTEGERS = {"I8": "i1", "I16": "i2", "I32": "i4", "I64": "i8", "U8": "u1", "U16": "u2", "U32": "u4", "U64": "u8"}
 _DTYPES = {**_INTEGERS, "F16": "f2", "F32": "f4", "F64": "f8", "BOOL": "?"}
 """numpy's types of tables and of the buffers of networks, by their names in safetensors."""
@@ -38,6 +38,7 @@ class _About(BaseModel):
     kind: Kind
     lineage: str
     created: Annotated[float, Field(gt=-(1 << 53), lt=1 << 53)]
+    fingerprint: str
     step: _Count
     sample_time: _Number | None
 
@@ -125,6 +126,7 @@ class Blob:
         lineage: identifies the publisher's session; a delta of another lineage never fits, whatever its number.
         created: Unix seconds, by the publisher's clock.
         change: the content.
+        fingerprint: of the network and the data, without which the content has no meaning.
     """
 
     version: int
@@ -133,6 +135,7 @@ class Blob:
     lineage: str
     created: float
     change: Change
+    fingerprint: str
 
 
 def encode(blob: Blob) -> bytes:

@@ -34,6 +34,7 @@ class Publisher:
 
     Args:
         target: opened for publishing.
+        fingerprint: of the network and the data; readers refuse versions of others.
         compact_after: deltas since the last full version, from which new readers start, before the next full one.
         compact_bytes: their total size, likewise, or that of the last full version where this is larger.
         keep_full: full versions that are kept, with the deltas after the oldest of them; at least 2, so that a reader
@@ -44,11 +45,17 @@ class Publisher:
     """
 
     def __init__(
-        self, target: Target, *, compact_after: int = 100, compact_bytes: int = 256 << 20, keep_full: int = 2
+        self,
+        target: Target,
+        fingerprint: str,
+        *,
+        compact_after: int = 100,
+        compact_bytes: int = 256 << 20,
+        keep_full: int = 2,
     ) -> None:
         if keep_full < 2:
             raise ValueError(f"keep_full must be at least 2, got {keep_full}")
-        self._target, self._keep_full = target, keep_full
+        self._target, self._fingerprint, self._keep_full = target, fingerprint, keep_full
         self._compact_after, self._compact_bytes = compact_after, compact_bytes
         self._state = threading.Condition()
         self._pending: Change | None = None
@@ -205,7 +212,7 @@ class Publisher:
     def _write(self, kind: Kind, change: Change) -> None:
         # A full version that starts a lineage has a number of its own, any other the number of the last delta.
         version = self._version + (kind == "delta" or self._starts_lineage)
-        blob = encode(Blob(version, version - 1, kind, self._lineage, time.time(), change))
+        blob = encode(Blob(version, version - 1, kind, self._lineage, time.time(), change, self._fingerprint))
         try:
             self._store(version, kind, blob)
         except FileExistsError:

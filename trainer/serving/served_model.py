@@ -17,7 +17,7 @@ from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.models import build_network, physical_dim
 from cowrec.models.own_code import search_also
 from cowrec.sparse_opt import id_bucket_rows
-from cowrec.trainer.export.manifest import DENSE, TABLES, Manifest
+from cowrec.trainer.export.manifest import DENSE, TABLES, Manifest, fingerprint
 from cowrec.trainer.publishing.blob import Blob, TableChange
 from cowrec.trainer.runs.own_code import warn_if_changed
 
@@ -51,10 +51,11 @@ class ServedModel:
     Args:
         manifest: of the export.
         schema: of the samples.
+        fingerprint: of the export; versions with another one are refused.
     """
 
-    def __init__(self, manifest: Manifest, schema: Schema) -> None:
-        self.manifest, self.schema = manifest, schema
+    def __init__(self, manifest: Manifest, schema: Schema, fingerprint: str) -> None:
+        self.manifest, self.schema, self._fingerprint = manifest, schema, fingerprint
         self._state: ModelState
         keys, served = list(schema.keys), [field.name for field in schema.sparse]
         self._number = {field.name: keys.index(field.keys[0]) for field in schema.sparse}
@@ -97,7 +98,7 @@ class ServedModel:
         manifest = Manifest.load(export_dir)
         if manifest.code:  # the folder where it was is not searched: the export may come from others
             search_also(Path.cwd())
-        model = ServedModel(manifest, Schema.load(export_dir))
+        model = ServedModel(manifest, Schema.load(export_dir), fingerprint(export_dir, manifest.model))
         network = model._network(safetensors.torch.load_file(export_dir / DENSE))
         if manifest.code:
             warn_if_changed([manifest.code], export_dir)
@@ -217,6 +218,11 @@ class ServedModel:
     def _checked(self, blob: Blob) -> InferenceNetwork:
         """The network of a version. Raises ValueError if it does not fit this model, or does not follow its version."""
         now, change = self._state, blob.change
+        if blob.fingerprint != self._fingerprint:
+            raise ValueError(
+                f"version {blob.version} is of a run on other data or of another network, whose fingerprint is"
+                f" {blob.fingerprint[:12]} instead of {self._fingerprint[:12]}; serve an export of that run (RUN/base)"
+            )
         if blob.kind == "delta" and (blob.previous, blob.lineage) != (now.version, now.lineage):
             raise ValueError(
                 f"delta {blob.version} is based on version {blob.previous} of lineage {blob.lineage!r}, but version"

@@ -137,7 +137,7 @@ def publish(publisher: Publisher, model: Model, *, with_dense: bool = False, wai
 
 
 def publisher(url: str, **config: int) -> Publisher:
-    return Publisher(open_target(url, publishing=True), **config)
+    return Publisher(open_target(url, publishing=True), "of some data", **config)
 
 
 @contextlib.contextmanager

@@ -1,20 +1,25 @@
 """An export predicts what the trained model predicts, states its error, and appears complete or not at all."""
 
+import dataclasses
 import hashlib
 import json
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from cowrec.data_pipeline import Reader, Schema
 from cowrec.models import ModelConfig, build_network, physical_dim
+from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run, exported_network
-from cowrec.trainer.export.manifest import Manifest, dequantise, quantise
+from cowrec.trainer.export.manifest import Manifest, dequantise, fingerprint, quantise
 from history_cases import FLAT
 from process_groups import in_processes
 from refusal import refused
@@ -166,6 +171,30 @@ def export_to_a_full_disk(_: int, run_dir: Path, folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
     with pytest.raises(OSError, match="a file is too large for"):
         export_run(run_dir, folder)
+
+
+def test_the_fingerprint_is_of_what_weights_mean(folder: Path, tmp_path: Path) -> None:
+    """Neither the Parquet library and the counts of a vocabulary, nor the splits are; the order of its ids is."""
+    single, data, model = folder / "single" / "data", tmp_path / "data", load_config(folder / "run.toml").model
+    shutil.copytree(single / "vocabulary", data / "vocabulary")
+    schema, file = Schema.load(single), data / "vocabulary" / "city.parquet"
+    expected, table = fingerprint(single, model), pq.read_table(file)
+
+    def changed(config: ModelConfig = model, order: Any = None, **others: Any) -> str:
+        dataclasses.replace(schema, **others).save(data)
+        values = table["value"] if order is None else table["value"].take(order)
+        pq.write_table(pa.table({"value": values}), file, row_group_size=2)
+        return fingerprint(data, config)
+
+    assert changed(splits={}) == changed(negative_fraction=1) == expected
+    others = [
+        changed(dataclasses.replace(model, hidden=(9,))),
+        changed(order=pa.array([1, 0, *range(2, len(table))])),
+        changed(labels=("buy",)),
+        changed(negative_fraction=0.5),
+        changed(dense=(dataclasses.replace(schema.dense[0], maximum=1e9), *schema.dense[1:])),
+    ]
+    assert len({expected, *others}) == 6
 
 
 def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def publish_many(out: Publisher, model: Model, states: dict[int, Model], count: 
 
 
 def blob_of(change: Change) -> Blob:
-    return Blob(7, 6, "delta", "some", 1.5, change)
+    return Blob(7, 6, "delta", "some", 1.5, change, "of some data")
 
 
 def test_a_blob_is_decoded_exactly_or_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_a_blob_is_decoded_exactly_or_rejected(monkeypatch: pytest.MonkeyPatch) 
     assert one.same_as(other)
     assert one.step == other.step == 1
     assert found.change.sample_time == 10
-    assert (found.version, found.previous, found.kind, found.lineage, found.created) == (7, 6, "delta", "some", 1.5)
+    assert dataclasses.replace(found, change=change) == blob_of(change)
     damaged = [whole + b"\0"]
     for index in range(len(whole)):
         damaged += [whole[:index], whole[:index] + bytes([whole[index] ^ 64]) + whole[index + 1 :]]
@@ -316,7 +316,8 @@ def test_a_truncated_full_version_is_replaced_by_the_one_before(tmp_path: Path) 
 
 
 HEADER = len(MAGIC) + 32
-BLOB = Blob(3, 2, "delta", "line", 5.5, Change(7, 8, {"t": TableChange(np.arange(2), np.ones((2, 3), np.float32))}))
+CHANGE = Change(7, 8, {"t": TableChange(np.arange(2), np.ones((2, 3), np.float32))})
+BLOB = Blob(3, 2, "delta", "line", 5.5, CHANGE, "of some data")
 
 
 def with_header(change: Any) -> bytes:
@@ -335,6 +336,7 @@ WRONG_METADATA = {
     "previous": ["-1"],
     "kind": ['"half"', "[]"],
     "lineage": ["null", "{}"],
+    "fingerprint": ["null", "1"],
     "created": ['"now"', "NaN", "-Infinity", "null"],
     "step": ["1" + "0" * 400, "NaN", "null", "9007199254740992"],
     "sample_time": ['"never"', "Infinity", "1" + "0" * 400, "[1]", "true"],

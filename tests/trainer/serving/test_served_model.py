@@ -1,7 +1,9 @@
 """A served model, and the network in it, predict what the trainer's model predicts, also while changes are applied."""
 
 import dataclasses
+import functools
 import random
+import tempfile
 import threading
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from cowrec.data_pipeline import MISSING, OUT_OF_VOCABULARY, DenseField, Schema,
 from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.trainer.export.export import TrainedTable, write_export
+from cowrec.trainer.export.manifest import fingerprint
 from cowrec.trainer.publishing.blob import Blob, Change, TableChange, decode, encode
 from cowrec.trainer.serving.inference_network import InferenceNetwork
 from cowrec.trainer.serving.served_model import ServedModel
@@ -30,7 +33,7 @@ CONFIG = ModelConfig(embedding_dim=3, hidden=(5,), embedding_dims={"user": 6})
 
 
 def full(change: Change, version: int = 1) -> Blob:
-    return Blob(version, version - 1, "full", "lineage", 0.0, change)
+    return Blob(version, version - 1, "full", "lineage", 0.0, change, collisionless_fingerprint())
 
 
 def delta(change: Change, version: int) -> Blob:
@@ -51,6 +54,13 @@ def collisionless_schema() -> Schema:
         ),
         {},
     )
+
+
+@functools.cache
+def collisionless_fingerprint() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        collisionless_schema().save(folder)
+        return fingerprint(Path(folder), CONFIG)
 
 
 FEATURES = {"items": ("item", "basket"), "users": ("user",)}
@@ -212,6 +222,7 @@ def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         "based on version 3": delta(later, 4),
         "based on version 5": delta(later, 6),
         "of lineage 'other'": dataclasses.replace(delta(later, 5), lineage="other"),
+        "other data or of another network": dataclasses.replace(full(everything, 9), fingerprint="0" * 64),
         "table 'cars'": table("cars", one, row),
         "table 'users'": table("users", one, row),
         "serves 2 fields": table("items", one, row),

@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 
 from commands.command_line import Cowrec
 from cowrec.trainer.export.export import export_run
+from cowrec.trainer.export.manifest import Manifest, fingerprint
 from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, TableChange, encode
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
@@ -460,6 +461,15 @@ def everything(export: Path, step: int, sample_time: int | None = None) -> Chang
     return Change(step, sample_time, tables, dense)
 
 
+def publisher_to(url: str, folder: Path) -> Publisher:
+    """A trainer's publisher, of the data and network of a folder's export."""
+    return Publisher(open_target(url, publishing=True), fingerprint_of(folder))
+
+
+def fingerprint_of(folder: Path) -> str:
+    return fingerprint(folder / "export", Manifest.load(folder / "export").model)
+
+
 def published(publisher: Publisher, change: Change) -> int:
     """Publishes a complete model as the next version, again if the target failed meanwhile; returns its number."""
     publisher.publish(change, change)
@@ -493,7 +503,7 @@ def test_published_versions_are_served(tmp_path: Path) -> None:
         status, answer = server.predict(raw_samples(folder))
         assert (status, "have not been applied yet" in answer["error"]) == (503, True), answer
         assert server.metrics()["cowrec_ready"] == 0
-        with Publisher(open_target(str(target), publishing=True)) as publisher:
+        with publisher_to(str(target), folder) as publisher:
             now = int(time.time())
             version = published(publisher, everything(folder / "longer-export", 10, now - 1000))
             health = server.wait_for("version", version)
@@ -529,7 +539,7 @@ def test_a_target_that_fails_only_delays_versions(tmp_path: Path) -> None:
     with (
         redis_server(tmp_path / "redis", password="hush-hush") as redis,
         serving(folder / "export", "--follow", redis.url, status="waiting") as server,
-        Publisher(open_target(redis.url, publishing=True)) as publisher,
+        publisher_to(redis.url, folder) as publisher,
     ):
         version = published(publisher, everything(folder / "longer-export", 10))
         server.wait_for("version", version)
@@ -560,7 +570,7 @@ def test_servers_go_back_to_a_version_that_is_published_again(cowrec: Cowrec, tm
     target = tmp_path / "published"
     good, bad = everything(folder / "export", 5), everything(folder / "longer-export", 10)
     with serving(folder / "export", "--follow", str(target), status="waiting") as server:
-        with Publisher(open_target(str(target), publishing=True)) as publisher:
+        with publisher_to(str(target), folder) as publisher:
             assert (published(publisher, good), published(publisher, bad)) == (1, 2)
             server.wait_for("version", 2)
             code, _, error = cowrec("versions", target, "--republish", "1")
@@ -573,7 +583,7 @@ def test_servers_go_back_to_a_version_that_is_published_again(cowrec: Cowrec, tm
         code, listed, _ = cowrec("versions", target)
         rows = [" ".join(line.split()[:3]) for line in listed.splitlines()[1:]]
         assert (code, rows) == (0, ["1 full 5", "2 delta 10", "3 full 5"])
-        with Publisher(open_target(str(target), publishing=True)) as publisher:
+        with publisher_to(str(target), folder) as publisher:
             assert published(publisher, bad) == 4
         server.wait_for("version", 4)
         answers_as(server, folder, "longer", 4)
@@ -588,7 +598,7 @@ def test_a_version_of_another_model_is_refused(tmp_path: Path) -> None:
     wrong = Change(10, None, {"street": next(iter(whole.tables.values()))}, {})
     with (
         serving(folder / "export", "--follow", str(target), status="waiting") as server,
-        Publisher(open_target(str(target), publishing=True)) as publisher,
+        publisher_to(str(target), folder) as publisher,
     ):
         version = published(publisher, whole)
         server.wait_for("status", "ok")
@@ -598,7 +608,8 @@ def test_a_version_of_another_model_is_refused(tmp_path: Path) -> None:
         answers_as(server, folder, "longer", version)
         publisher.close()
         # A name that JSON can express, and text cannot.
-        named = Blob(9, 8, "full", "x", 0.0, Change(10, None, whole.tables, {"x" * 12_000: np.zeros(1, np.float32)}))
+        change = Change(10, None, whole.tables, {"x" * 12_000: np.zeros(1, np.float32)})
+        named = Blob(9, 8, "full", "x", 0.0, change, fingerprint_of(folder))
         content = encode(named)[HEADER_BYTES:].replace(b"x" * 12_000, rb"\ud800" * 2000)
         (target / "full-000000000009.cow").write_bytes(MAGIC + hashlib.sha256(content).digest() + content)
         wait_for(lambda: r"\ud800" in server.health()["problem"])
@@ -610,7 +621,7 @@ def test_a_target_that_hangs_is_reported_and_abandoned(tmp_path: Path, monkeypat
     folder = with_longer_run()
     monkeypatch.setattr("cowrec.trainer.publishing.follower.DEADLINE", 0.1)
     target = tmp_path / "published"
-    with Publisher(open_target(str(target), publishing=True)) as publisher:
+    with publisher_to(str(target), folder) as publisher:
         published(publisher, everything(folder / "longer-export", 5))
     with serving_here(folder / "export", Limits(timeout_ms=1000 * DEADLINE), str(target)) as (server, _):
         os.mkfifo(target / "full-000000000002.cow")
