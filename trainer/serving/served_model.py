@@ -79,6 +79,8 @@ class ServedModel:
         self._longest = {name: each.max_length for name, each in schema.sequences.items()}
         num_dense, labels = len(schema.dense), len(schema.labels)
         network = build_network(manifest.model, served, num_dense, labels, schema.sequences).eval()
+        # Masks of -inf are not, in any version.
+        self._finite = {name for name, each in network.state_dict().items() if each.isfinite().all()}
         shape = (num_dense, len(keys), max(self._widths))
         self._inference = InferenceNetwork(network, schema.logit_shift, shape, [*self._longest.values()])
         self._applying, self._predicting = threading.Lock(), threading.Lock()
@@ -201,7 +203,7 @@ class ServedModel:
                 f"the dense weights do not fit the served network, a {self.manifest.model.name}: {error}"
             ) from error
         for name, value in dense.items():
-            if not value.isfinite().all():
+            if name in self._finite and not value.isfinite().all():
                 raise ValueError(f"the dense weights {name!r} are not finite; the training has diverged")
         return network
 

@@ -147,6 +147,10 @@ def test_a_mask_of_minus_infinity_is_no_divergence(folder: Path, tmp_path: Path)
     evaluate(tmp_path / "run", folder / "data")
     state = checkpoint(tmp_path / "run")["model"]
     assert state["model.mask"].isinf().all()
+    export_model(tmp_path / "run", tmp_path / "export")
+    served = ServedModel.load(tmp_path / "export")
+    block = load_shards(folder / "data", served.schema, "test", [0])
+    np.testing.assert_allclose(served.predict(block), predicted(tmp_path / "run", folder / "data"), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["BatchNorm1d", "SyncBatchNorm"])
