@@ -104,7 +104,7 @@ def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num
 
     Raises:
         ValueError: it does not keep the front, fails, returns anything but a logit for each sample (and task), or its
-            logits do not depend on the embeddings.
+            logits do not depend on the embeddings, or are not finite for a sample without a history.
     """
     given = f'model.name = "{name}"'
     hint = "in the check the ids are looked up already, so that sparse can only be passed to self.front"
@@ -134,10 +134,17 @@ def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num
                 f"{given}: {what} returned {found} instead of one logit for each"
                 f" {'sample and task' if num_tasks > 1 else 'sample'}, float32 {shape}; {remedy}"
             )
-        if not logits.requires_grad or torch.autograd.grad(logits.sum(), rows, allow_unused=True)[0] is None:
+        trained = [rows, *(parameter for parameter in network.parameters() if parameter.requires_grad)]
+        used = logits.requires_grad and torch.autograd.grad(logits.sum(), trained, allow_unused=True)
+        if not used or used[0] is None:
             raise ValueError(
                 f"{given} computes logits that do not depend on the embeddings, so that no table would be trained;"
                 " compute them from self.front(dense, sparse), without detach()"
+            )
+        if front.sequences and not all(each.isfinite().all() for each in (logits, *used) if each is not None):
+            raise ValueError(
+                f"{given}: {what} returned logits or gradients that are not finite for a sample without a history, as"
+                " requests and the padding of torchrun have; mask with -1e9 instead of -inf, and multiply by the mask"
             )
 
 

@@ -1,5 +1,6 @@
 """A network or loss of a user's own that is not as it has to be: problem, value and remedy."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +13,7 @@ import torchrec.models.dlrm
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from cowrec.data_pipeline import SparseField
 from cowrec.models import ModelConfig, build_model, loss_of, physical_dim, require_model
 from cowrec.trainer.runs.own_code import own_code
 from refusal import refused
@@ -77,6 +79,16 @@ class Tasks(nn.Module):
 
     def forward(self, dense, sparse):
         return self.out(self.front(dense, sparse).flat)
+
+class Histories(Net):
+    def __init__(self, config, front, *, masked: float):
+        super().__init__(config, front)
+        self.masked = masked
+
+    def logits(self, x):
+        rows, mask = x.sequences["clicks"]
+        weight = rows.sum(2).masked_fill(~mask, self.masked).softmax(1) * mask
+        return super().logits(x) + (weight[..., None] * rows).sum((1, 2))
 
 class OneOfTasks(Tasks):
     def forward(self, dense, sparse):
@@ -182,6 +194,17 @@ def test_a_network_that_does_not_work_is_refused(name: str, message: str) -> Non
     with pytest.raises(ValueError, match=message) as caught:
         build_model(config(name), tables(), 2)
     assert f'model.name = "{name}"' in str(caught.value)
+
+
+def test_a_network_gives_a_sample_without_a_history_a_finite_logit() -> None:
+    clicks = SparseField("clicks", 5, kind="sequence", max_length=4)
+    table = EmbeddingBagConfig(
+        name="t", feature_names=list(clicks.keys), num_embeddings=5, embedding_dim=physical_dim(DIM)
+    )
+    given = {"fields": ["clicks"], "sequences": {"clicks": clicks}}
+    build_model(config("my_module:Histories", masked=-1e9), [table], 2, **given)
+    own = config("my_module:Histories", masked=-math.inf)
+    refused("not finite for a sample without a history, .* mask with -1e9", build_model, own, [table], 2, **given)
 
 
 OPTIONS = [
