@@ -173,7 +173,9 @@ def write_export(
     with new_folder(output) as folder:
         (folder / TABLES).mkdir()
         described = {table.name: _write_table(folder, table, precision, probe) for table in tables}
-        write_file(folder / DENSE, safetensors.torch.save({key: value.contiguous() for key, value in dense.items()}))
+        # A file cannot have tensors that share memory, as a layer does that a network has under two names.
+        own = {key: value.clone(memory_format=torch.contiguous_format) for key, value in dense.items()}
+        write_file(folder / DENSE, safetensors.torch.save(own))
         program = exported_network(network, config, schema)
         content = io.BytesIO()
         torch.export.save(program, content)

@@ -20,6 +20,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from cowrec.data_pipeline import Schema
 from cowrec.models import build_model, loss_of
+from cowrec.models.front import EmbeddingFront
 from cowrec.models.linear_relu import BY_ONE_DNN
 from cowrec.sparse_opt import (
     AdamConfig,
@@ -256,11 +257,17 @@ def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The dense parameters, and the buffers that a network saves with them, such as the means of a BatchNorm."""
-    buffers = {
-        f"{name}.{key}": each
-        for name, module in model.named_modules()
-        for key, each in module._buffers.items()  # named_buffers of TorchRec's modules lists those of their children
-        if each is not None and key not in module._non_persistent_buffers_set and ".embeddings" not in f".{name}"
+    """The dense parameters, and the buffers that a network saves with them, such as the means of a BatchNorm.
+
+    A tensor that several modules share, or one module has twice, is there under all of its names.
+    """
+    task = model.module if isinstance(model, DistributedModelParallel) else model
+    modules = dict(task.named_modules(remove_duplicate=False))
+    tables = tuple(f"{path}.embeddings." for path, each in modules.items() if isinstance(each, EmbeddingFront))
+    return {
+        f"{path}.{key}": each
+        for path, module in modules.items()
+        if not f"{path}.".startswith(tables)
+        for key, each in [*module._parameters.items(), *module._buffers.items()]
+        if each is not None and key not in module._non_persistent_buffers_set
     }
-    return {**dense_parameters(model), **buffers}

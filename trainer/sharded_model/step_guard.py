@@ -40,7 +40,8 @@ class StepGuard:
     def __init__(self, model: nn.Module, process: Process) -> None:
         self.reason = ""
         self._parameters, self._process = dense_parameters(model), process
-        self._buffers = {name: each for name, each in dense_tensors(model).items() if name not in self._parameters}
+        buffers = (each for each in dense_tensors(model).values() if not isinstance(each, nn.Parameter))
+        self._buffers = list({id(each): each for each in buffers}.values())  # once, whatever its names are
         self._passes: list[dict[str, tuple[Tensor, Tensor]]] = []
         self._losses: list[Tensor] = []
         self._kept: list[Tensor] = []
@@ -66,7 +67,7 @@ class StepGuard:
                 held = [pair for pair in each.values() if pair[1].grad is not None]
                 torch.autograd.backward([output for output, _ in held], [leaf.grad for _, leaf in held])
         else:
-            for buffer, kept in zip(self._buffers.values(), self._kept, strict=True):
+            for buffer, kept in zip(self._buffers, self._kept, strict=True):
                 buffer.copy_(kept)
         return admitted
 
@@ -85,7 +86,7 @@ class StepGuard:
         if not model.training:
             return
         if not self._passes:
-            self._kept = [each.clone() for each in self._buffers.values()]
+            self._kept = [each.clone() for each in self._buffers]
         self._passes.append({})
 
     def _end_pass(self, model: nn.Module, _: Any, output: tuple[Tensor, Any]) -> None:

@@ -153,6 +153,21 @@ def test_a_mask_of_minus_infinity_is_no_divergence(folder: Path, tmp_path: Path)
     np.testing.assert_allclose(served.predict(block), predicted(tmp_path / "run", folder / "data"), rtol=0, atol=1e-6)
 
 
+def test_a_layer_of_two_names_and_a_buffer_named_like_tables_are_exported(folder: Path, tmp_path: Path) -> None:
+    file, config = tmp_path / "my_names.py", tmp_path / "run.toml"
+    write_network(file, "self.both(self.embeddings_norm(x.flat))[:, 0] + self.again(x.flat)[:, 0]")
+    layers = "self.both, self.again, self.embeddings_norm = nn.Sequential(self.out), self.out, self.norm"
+    file.write_text(file.read_text().replace("    def forward", f"        {layers}\n    def forward"))
+    config.write_text(f'[model]\nname = "{file.stem}:Net"\n[train]\nbatch_size = 64\nepochs = 1\ndevice = "cpu"\n')
+    train(load_config(config, ["train.on_nonfinite=skip"]), folder / "data", tmp_path / "run")
+    export_model(tmp_path / "run", tmp_path / "export")
+    served = ServedModel.load(tmp_path / "export")
+    block = load_shards(folder / "data", served.schema, "test", [0])
+    np.testing.assert_allclose(served.predict(block), predicted(tmp_path / "run", folder / "data"), rtol=0, atol=1e-6)
+    warm = [f"train.warm_start={tmp_path / 'run'}"]
+    train(load_config(config, warm), folder / "data", tmp_path / "warm")
+
+
 @pytest.mark.parametrize("kind", ["BatchNorm1d", "SyncBatchNorm"])
 def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path, kind: str) -> None:
     """Online runs show that its means are exported."""
