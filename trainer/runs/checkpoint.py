@@ -467,7 +467,12 @@ def _error_of_part(path: Path, files: Files, process: Process, fetch: Fetch) -> 
 
 
 def choose_checkpoint(
-    folder: Path, keep_best: str, checkpoint: str, process: Process, say: Callable[[str], None]
+    folder: Path,
+    keep_best: str,
+    checkpoint: str,
+    process: Process,
+    say: Callable[[str], None],
+    fetch: Fetch = all_present,
 ) -> tuple[Path, Progress]:
     """The checkpoint whose weights a command uses, which the first process logs. All processes call together.
 
@@ -488,7 +493,7 @@ def choose_checkpoint(
         )
     is_best = keep_best != "none" and checkpoint in ("", "best")
     step = int(checkpoint) if checkpoint.isdecimal() else None
-    found = find_checkpoint(folder, process, say, best_by=keep_best if is_best else None, step=step)
+    found = find_checkpoint(folder, process, say, best_by=keep_best if is_best else None, step=step, fetch=fetch)
     if found is None:
         raise ValueError(f"no checkpoint in {folder}; train the run first")
     path, progress = found
@@ -506,7 +511,7 @@ def checkpoint_keys(path: Path) -> set[str]:
 def read_checkpoint(path: Path, state: dict[str, Any], fetch: Fetch = all_present) -> None:
     """Reads a checkpoint into the tensors of ``state``, in place; they may be sharded in any way.
 
-    ``fetch`` gets the shards that this process reads.
+    ``fetch`` gets the files that this process reads.
     """
     reader = _TensorReader(path, fetch)
     reader.read_metadata()  # raises its own error first; older libraries would look for another file
@@ -543,7 +548,8 @@ class _TensorReader(FileSystemReader):
         return super().read_data(plan, planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
+        self._fetch(self._folder, [".metadata"])
+        with (self._folder / ".metadata").open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise ValueError(f".metadata holds {type(metadata).__name__}, not a description of tensors")

@@ -277,8 +277,9 @@ class _EpochRun:
             last = self._tested(log, last)
             if not is_last:
                 # The best checkpoint may be damaged; then another one is loaded.
-                found = self.state.load_weights(self.trainer.checkpoints.folder, self.trainer.warn).step
-                is_last = found != chosen.step
+                folder, fetch = self.trainer.checkpoints.folder, self.trainer.place.fetch
+                found = self.state.load_weights(folder, self.trainer.warn, fetch=fetch)
+                is_last = found.step != chosen.step
             chosen = last if is_last else self._tested(log, chosen)
         values = {key: value for key, value in chosen.plain().items() if key not in ("step", "rows")}
         others = {} if is_last else {"last_epoch": last.plain()}

@@ -18,9 +18,11 @@ from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import ClipWatch
 from cowrec.trainer.runs.checkpoint import (
     Checkpoints,
+    Fetch,
     Progress,
     State,
     WriteFiles,
+    all_present,
     checkpoint_keys,
     choose_checkpoint,
     read_checkpoint,
@@ -261,21 +263,25 @@ class TrainState:
             self.clip_watch.add_earlier(progress.clip)
         return progress
 
-    def load_weights(self, folder: Path, say: Callable[[str], None], checkpoint: str = "") -> Progress:
+    def load_weights(
+        self, folder: Path, say: Callable[[str], None], checkpoint: str = "", fetch: Fetch = all_present
+    ) -> Progress:
         """Loads tables, network and id tables of an intact checkpoint, to use or export the model; says which it is.
 
         Args:
             checkpoint: "latest", "best", which is that of the best epoch by `checkpoint.keep_best`, or a step; by
                 default "best" where the run keeps it.
+            fetch: gets files that this host lacks.
 
         Raises:
             ValueError: there is no such checkpoint, all are damaged, or they do not fit the model.
         """
-        path, progress = choose_checkpoint(folder, self._config.checkpoint.keep_best, checkpoint, self._process, say)
+        keep_best = self._config.checkpoint.keep_best
+        path, progress = choose_checkpoint(folder, keep_best, checkpoint, self._process, say, fetch)
         self._begin_stages_before(progress.step)
         with readable(path), self._as_stored():
             state = self._weights(progress.step)
-            read_checkpoint(path, state)
+            read_checkpoint(path, state, fetch)
             self._load(state)
         return progress
 

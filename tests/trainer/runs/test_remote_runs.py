@@ -25,7 +25,7 @@ from process_groups import in_processes
 from refusal import refused
 from run_comparison import assert_same
 from servers.s3_server import S3Server, s3_clients
-from trained_runs import make_folder
+from trained_runs import make_folder, report_of
 from trainer_cases import case_of, free_port, interrupted, launched_as, train_case, train_in_processes
 
 OFTEN = ["checkpoint.every_steps=3", "checkpoint.keep_last=2"]
@@ -179,9 +179,9 @@ SETTINGS = [*OFTEN, 'sharding.tables={city="row_wise"}']
 PATH = "bucket/runs/separate"
 
 
-def train_on_hosts(folder: Path, server: S3Server, count: int, settings: list[str]) -> list[str]:
+def train_on_hosts(folder: Path, server: S3Server, count: int, settings: list[str], path: str = PATH) -> list[str]:
     """Trains or resumes with a process on each host; returns the outcomes. ``folder/cacheN`` has a host's copies."""
-    case = case_of(folder, f"s3://{PATH}", *settings, resume=True)
+    case = case_of(folder, f"s3://{path}", *settings, resume=True)
     in_processes(_train_on_host, (case, folder, server.environment, free_port(), count), count)
     return [(folder / f"outcome{rank}").read_text() for rank in range(count)]
 
@@ -211,3 +211,15 @@ def test_hosts_that_share_no_folder_train_and_resume(server: S3Server, tmp_path:
     log = (tmp_path / "log").read_text()
     assert "step_000000010 is damaged: it has no __1_0.distcp; taking /" in log
     assert_same(local_copy(f"s3://{PATH}"), tmp_path / "run")
+
+
+def test_hosts_that_share_no_folder_report_the_best_epoch(server: S3Server, tmp_path: Path) -> None:
+    """At these rates the last epoch is not the best one, whose shards have been uploaded by then."""
+    make_folder(tmp_path, ("price", "city"))
+    rates = ["optimizer.embedding_lr=0.3", "optimizer.dense_lr=0.3", "train.epochs=3"]
+    best = [*rates, "train.validation_fraction=0.3", "checkpoint.keep_best=logloss"]
+    train_in_processes(case_of(tmp_path, tmp_path / "run", *best))
+    assert train_on_hosts(tmp_path, server, 2, best, "bucket/runs/best") == ["ok", "ok"]
+    reports = [report_of(each) for each in (tmp_path / "run", local_copy("s3://bucket/runs/best"))]
+    assert reports[0]["best_epoch"] < reports[0]["last_epoch"]["epoch"]
+    assert reports[0]["logloss"] == reports[1]["logloss"] != reports[1]["last_epoch"]["logloss"]
