@@ -316,6 +316,9 @@ def _seal(partial: Path, progress: Progress, about: dict[str, Any], keep: Checkp
         OSError: the disk is full or cannot be written; earlier checkpoints are not affected.
     """
     files = {**checksums(partial.iterdir()), **elsewhere}
+    written = {each.relative_path for each in _TensorReader(partial).read_metadata().storage_data.values()}
+    if lacking := sorted(written - files.keys()):
+        raise OSError(f"{partial} lacks {', '.join(lacking)}, which other processes wrote or something removed")
     manifest = {"format": FORMAT, "progress": asdict(progress), **about, "files": files}
     manifest["sha256"] = _own_checksum(manifest)
     write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())

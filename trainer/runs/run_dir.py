@@ -8,20 +8,22 @@ import filecmp
 import json
 import math
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch.distributed as dist
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, vocabulary_file
 from cowrec.data_pipeline.files import locked_folder, replace_file, replacing
 from cowrec.data_pipeline.preparation.config import prepared_with
 from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain
-from cowrec.trainer.runtime.processes import Process, on_first
+from cowrec.trainer.runtime.processes import Process, from_first, on_first
 
 from .own_code import load_code, save_code, warn_if_changed
 
@@ -50,6 +52,38 @@ def hold_run_dir(path: Path, process: Process) -> Iterator[None]:
     with ExitStack() as held:
         on_first(process, lambda: held.enter_context(locked_folder(path)))
         yield
+
+
+def require_shared(path: Path, process: Process) -> None:
+    """Raises ValueError on all processes if those of several hosts do not have one run folder.
+
+    Each writes a file there, which no cache of a network file system hides, and the first one looks for all of them.
+    """
+    if process.local_world_size == process.world_size:
+        return
+    token = from_first(process, lambda: uuid.uuid4().hex)
+    files = [path / f"{token}_{rank}.partial" for rank in range(process.world_size)]
+    own = files[process.rank]
+    with suppress(OSError):
+        path.mkdir(parents=True, exist_ok=True)
+        own.touch()
+    dist.barrier()
+
+    def check() -> None:
+        if lacking := [str(rank) for rank, file in enumerate(files) if not file.exists()]:
+            raise ValueError(
+                f"run folder {path} is not shared: files of the processes {', '.join(lacking)} are not there; choose"
+                " with --run-dir a folder that all machines share, or for cowrec train a URI such as s3://BUCKET/RUN"
+            )
+
+    try:
+        on_first(process, check)
+    except ValueError:
+        own.unlink(missing_ok=True)
+        with suppress(OSError):  # something else is in it
+            path.rmdir()
+        raise
+    own.unlink()
 
 
 def require_unused(path: Path) -> None:

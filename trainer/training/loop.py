@@ -37,6 +37,7 @@ from cowrec.trainer.runs.run_dir import (
     create_run_dir,
     hold_run_dir,
     require_own,
+    require_shared,
     require_unused,
     write_report,
 )
@@ -381,6 +382,8 @@ class Trainer:
         """Locks and fills the run's folder while the run is in progress; after an error waits for a checkpoint."""
         folder = self.place.folder
         with hold_run_dir(folder, self.process):
+            if self.place.is_shared:
+                require_shared(folder, self.process)
             # Checked again: only from here on can no other process fill the folder.
             require_run_dir(folder, self.config, self.process, resume, held=True)
             on_first(self.process, lambda: create_run_dir(folder, self.config, self.plan.describe()))

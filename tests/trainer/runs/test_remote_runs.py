@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,13 @@ from cowrec.data_pipeline import Reader
 from cowrec.data_pipeline.dataset.shards import shard_path
 from cowrec.data_pipeline.remote import RemoteFolder, fetch_missing
 from cowrec.trainer import evaluate, export_model, load_config, train
+from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.export.manifest import Manifest
+from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, list_checkpoints
 from cowrec.trainer.runs.remote_run import RunPlace, cache_folder, local_copy, local_data
+from cowrec.trainer.runtime.processes import Process
 from numbered_data import flat, ids, write_numbered
-from process_groups import in_processes
+from process_groups import in_processes, process_group
 from refusal import refused
 from run_comparison import assert_same
 from servers.s3_server import S3Server, s3_clients
@@ -182,16 +186,22 @@ PATH = "bucket/runs/separate"
 def train_on_hosts(folder: Path, server: S3Server, count: int, settings: list[str], path: str = PATH) -> list[str]:
     """Trains or resumes with a process on each host; returns the outcomes. ``folder/cacheN`` has a host's copies."""
     case = case_of(folder, f"s3://{path}", *settings, resume=True)
-    in_processes(_train_on_host, (case, folder, server.environment, free_port(), count), count)
+    return outcomes_on_hosts(folder, [case] * count, server.environment)
+
+
+def outcomes_on_hosts(folder: Path, cases: list[dict[str, Any]], environment: dict[str, str]) -> list[str]:
+    """Runs the case of each host, in a process of its own; returns the outcomes."""
+    count = len(cases)
+    in_processes(_train_on_host, (cases, folder, environment, free_port(), count), count)
     return [(folder / f"outcome{rank}").read_text() for rank in range(count)]
 
 
-def _train_on_host(rank: int, case: dict[str, Any], folder: Path, environment: dict, port: int, count: int) -> None:
+def _train_on_host(rank: int, cases: list[Any], folder: Path, environment: dict, port: int, count: int) -> None:
     launched_as(rank, count, port)
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {**environment, **alone, "COWREC_CACHE": f"{folder}/cache{rank}"}
     logging.basicConfig(filename=folder / "log", level=logging.INFO, force=True)
-    (folder / f"outcome{rank}").write_text(train_case(case))
+    (folder / f"outcome{rank}").write_text(train_case(cases[rank]))
 
 
 def test_hosts_that_share_no_folder_train_and_resume(server: S3Server, tmp_path: Path) -> None:
@@ -223,3 +233,27 @@ def test_hosts_that_share_no_folder_report_the_best_epoch(server: S3Server, tmp_
     reports = [report_of(each) for each in (tmp_path / "run", local_copy("s3://bucket/runs/best"))]
     assert reports[0]["best_epoch"] < reports[0]["last_epoch"]["epoch"]
     assert reports[0]["logloss"] == reports[1]["logloss"] != reports[1]["last_epoch"]["logloss"]
+
+
+def test_hosts_with_run_folders_of_their_own_are_refused(tmp_path: Path) -> None:
+    """Each would write the shards of its processes only; hosts that share the folder train."""
+    make_folder(tmp_path, ("price", "city"))
+    own = [case_of(tmp_path, tmp_path / f"host{rank}" / "run") for rank in range(2)]
+    for outcome in outcomes_on_hosts(tmp_path, own, {}):
+        assert re.search("run folder .*host0/run is not shared: files of the processes 1 are not there; .* s3", outcome)
+    assert not list(tmp_path.glob("host*/*"))
+    shared = [case_of(tmp_path, tmp_path / "shared")] * 2
+    assert outcomes_on_hosts(tmp_path, shared, {}) == ["ok", "ok"]
+    assert not list((tmp_path / "shared").glob("*.partial"))
+
+
+def test_a_checkpoint_without_a_shard_is_not_sealed(tmp_path: Path) -> None:
+    """Something removes a shard, or another host has it, while the checkpoint is being written."""
+    one = Process(0, 1, 1, False, torch.device("cpu"))
+    with process_group(0, 1, str(tmp_path)):
+        checkpoints = Checkpoints(RunPlace(tmp_path / "run", resume=True), CheckpointConfig(), one, print)
+        state = {"weight": torch.ones(3)}
+        checkpoints.save(state, Progress(1), {})
+        checkpoints.save(state, Progress(2), {}, lambda partial: (partial / "__0_0.distcp").unlink())
+        refused("step 2 could not be written .*lacks __0_0.distcp.* good checkpoint is .*0001", checkpoints.finish)
+    assert [each.name for each in list_checkpoints(checkpoints.folder)] == ["step_000000001"]
