@@ -295,7 +295,9 @@ def _require_same_fields(source: Path, earlier: Schema, schema: Schema) -> None:
         if before != now:
             different = sorted(set(before) ^ set(now)) or now
             raise ValueError(f"train.warm_start = {str(source)!r} has other fields ({', '.join(different)})")
-    for name in ("labels", "negative_fraction"):
+    # A single label may be another one: its task then starts from the earlier one's weights.
+    labels = ("labels",) if (len(earlier.labels), len(schema.labels)) != (1, 1) else ()
+    for name in (*labels, "negative_fraction"):
         before, now = (getattr(each, name) for each in (earlier, schema))
         if before != now:
             raise ValueError(

@@ -90,7 +90,7 @@ def test_the_same_data_evaluate_equally_and_mismatches_are_refused(tmp_path: Pat
         refused(message, run, tmp_path, same, f"with_{setting}", f"train.warm_start={tmp_path}/{earlier}", setting)
     other = data(tmp_path / "b", "new", ["rome", "oslo"], COLUMNS.replace("numeric", "categorical"))
     refused(r"another network|has other fields", run, tmp_path, other, "fields", f"train.warm_start={tmp_path}/first")
-    for name, value in (("negative_fraction", 0.25), ("labels", ("buy",))):
+    for name, value in (("negative_fraction", 0.25), ("labels", ("buy", "label"))):
         changed = dataclasses.replace(Schema.load(tmp_path / "second"), **{name: value})
         changed.save(tmp_path / "second")
         message = rf"{name} = .*(0\.25|buy).* these data have .*(1\.0|label).* prepare both alike"
