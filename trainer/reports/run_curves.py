@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from cowrec.data_pipeline.files import naming_full_disk, read_lines
 
 from .plotting import plt
-from .text_table import aligned
+from .text_table import aligned, number_text
 
 FORMATS = ("png", "svg", "pdf")
 _SMOOTHED = 40
@@ -81,7 +81,7 @@ def curves_table(runs: Sequence[RunCurves]) -> str:
     rows = [["run", "epochs", "last AUC", "best (epoch)", "last logloss", "best (epoch)", "calibration", "samples/s"]]
     for run in runs:
         of_epochs = [run.by_epoch(key) for key in ("auc", "logloss", "calibration")]
-        last_auc, last_logloss, calibration = (_number(_last(values), ".4f") for _, values in of_epochs)
+        last_auc, last_logloss, calibration = (number_text(_last(values)) for _, values in of_epochs)
         (epochs, auc), (logloss_epochs, logloss), _ = of_epochs
         speed = run.series("samples_per_second")[1][1:]  # in the first step kernels are compiled
         rows.append(
@@ -93,7 +93,7 @@ def curves_table(runs: Sequence[RunCurves]) -> str:
                 last_logloss,
                 f"{logloss.min():.4f} ({logloss_epochs[logloss.argmin()]:.0f})" if len(logloss) else "-",
                 calibration,
-                _number(float(np.median(speed)) if len(speed) else nan, ",.0f"),
+                number_text(float(np.median(speed)) if len(speed) else nan, ",.0f"),
             ]
         )
     return aligned(rows)
@@ -164,7 +164,3 @@ def _column(lines: Sequence[dict[str, Any]], key: str) -> np.ndarray:
 
 def _last(values: np.ndarray) -> float:
     return float(values[-1]) if len(values) else nan
-
-
-def _number(value: float, how: str) -> str:
-    return f"{value:{how}}" if np.isfinite(value) else "-"

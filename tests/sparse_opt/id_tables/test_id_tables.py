@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from cowrec.sparse_opt import Admission, IdTableConfig, IdTables, NewRows, hashed_ids, rows_for
 from cowrec.sparse_opt.id_tables import layout
@@ -201,16 +201,16 @@ def test_a_wrong_configuration_is_rejected(make: object, message: str) -> None:
         make()  # type: ignore[operator]
 
 
-def translated(tables: IdTables, method: str, number: int) -> object:
-    return getattr(tables, method)(*one(number))
+def translated(tables: IdTables, method: str, sample: tuple[torch.Tensor]) -> object:
+    return getattr(tables, method)(*one(int(sample[0])))
 
 
 @pytest.mark.parametrize(("start", "method"), [("fork", "assign"), ("fork", "rows_of"), ("spawn", "assign")])
 def test_copies_in_workers_of_a_loader_are_refused(start: str, method: str) -> None:
     """Each would give rows of its own, and the tables in this process none."""
-    tables = table(10)
+    tables, ids = table(10), TensorDataset(torch.tensor([10, 11]))
     loader = DataLoader(
-        [10, 11],  # type: ignore[arg-type]
+        ids,
         batch_size=None,
         num_workers=1,
         multiprocessing_context=start,

@@ -121,10 +121,11 @@ def test_tables_that_cannot_be_reset_are_refused() -> None:
 
 def test_arguments_of_other_kinds_are_named() -> None:
     model = sharded_model(CASE)
-    for optimizer in (model.fused_optimizer, CombinedOptimizer([EmbeddingAdam(model, AdamConfig())])):
+    wrong: list[Any] = [model.fused_optimizer, CombinedOptimizer([EmbeddingAdam(model, AdamConfig())])]
+    for optimizer in wrong:
         message = rf"optimizer must be the EmbeddingAdam .* or None .*; got {type(optimizer).__name__}"
         with pytest.raises(TypeError, match=message):
-            RowInitializer(model, optimizer, ["t0"], **STARTED)  # type: ignore[arg-type]
+            RowInitializer(model, optimizer, ["t0"], **STARTED)
     with pytest.raises(TypeError, match=r"tables must be a list of table names, got 't0'; write \['t0'\]"):
         RowInitializer(model, None, "t0", **STARTED)
     message = r"columns must be an int for all 2 tables, or a list with one for each, got \[8\]"
