@@ -4,6 +4,7 @@ import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -51,11 +52,11 @@ class ServedModel:
     Args:
         manifest: of the export.
         schema: of the samples.
-        fingerprint: of the export; versions with another one are refused.
+        export_dir: folder of the export, whose fingerprint published versions must have.
     """
 
-    def __init__(self, manifest: Manifest, schema: Schema, fingerprint: str) -> None:
-        self.manifest, self.schema, self._fingerprint = manifest, schema, fingerprint
+    def __init__(self, manifest: Manifest, schema: Schema, export_dir: Path) -> None:
+        self.manifest, self.schema, self._export_dir = manifest, schema, export_dir
         self._state: ModelState
         keys, served = list(schema.keys), [field.name for field in schema.sparse]
         self._number = {field.name: keys.index(field.keys[0]) for field in schema.sparse}
@@ -100,7 +101,7 @@ class ServedModel:
         manifest = Manifest.load(export_dir)
         if manifest.code:  # the folder where it was is not searched: the export may come from others
             search_also(Path.cwd())
-        model = ServedModel(manifest, Schema.load(export_dir), fingerprint(export_dir, manifest.model))
+        model = ServedModel(manifest, Schema.load(export_dir), export_dir)
         network = model._network(safetensors.torch.load_file(export_dir / DENSE))
         if manifest.code:
             warn_if_changed([manifest.code], export_dir)
@@ -111,6 +112,11 @@ class ServedModel:
             model._rows.load(ids, model._fields(name, len(ids), feature), stored["rows"], stored.get("scale"))
         model._state = ModelState(model._rows.tables, network, 0, "", manifest.step, manifest.sample_time)
         return model
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """Of the export; it reads the vocabularies, which only a server that follows a target needs."""
+        return fingerprint(self._export_dir, self.manifest.model)
 
     @property
     def version(self) -> int:
