@@ -268,9 +268,14 @@ def group_aucs(logits: np.ndarray, label: np.ndarray, weight: np.ndarray, groups
     scores, groups = logits[order], groups[order]
     clicks, others = (_by_score(scores, (weight * each)[order], groups) for each in (label, 1 - label))
     of_block = groups[_block_starts(scores, groups)]
+    # Each group's weights have the sum 1, so that sums over all groups are as exact for one of small weights.
+    totals = np.bincount(of_block, clicks + others, count)
+    totals[totals == 0] = 1
+    clicks, others = (each / totals[of_block] for each in (clicks, others))
     group_clicks, group_others = (np.bincount(of_block, each, count) for each in (clicks, others))
-    before_group = (group_others.cumsum() - group_others)[of_block]
-    pairs = np.bincount(of_block, _ordered_pairs(clicks, others) - clicks * before_group, count)
+    # A difference of the same sums, which is exactly 0 in a group without others.
+    before_group = np.append(0.0, others.cumsum())[np.searchsorted(of_block, of_block)]
+    pairs = np.bincount(of_block, clicks * (others.cumsum() - others / 2 - before_group), count)
     with np.errstate(invalid="ignore"):
         return pairs / (group_clicks * group_others)
 

@@ -388,3 +388,16 @@ def test_importance_is_that_of_columns_permuted_on_disk(cowrec: Cowrec, tmp_path
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused("measured in one process; start it without torchrun", evaluate_run, "run", "data", importance=True)
+
+
+def test_groups_of_very_different_weights_are_measured_as_alone() -> None:
+    """Each group as by scikit-learn, though its weights are far below the others', and NaN where it has one class."""
+    random = np.random.default_rng(0)
+    groups, logits = random.integers(0, 400, 2000), random.integers(-8, 8, 2000).astype(np.float32)
+    label = (random.random(2000) < 0.3).astype(np.float64)
+    weight = (random.random(2000) * 10.0 ** random.integers(-15, 15, 400)[groups]).astype(np.float32).astype(np.float64)
+    for group, found in enumerate(group_aucs(logits, label, weight, groups, 400)):
+        own = groups == group
+        both = len(set(label[own])) == 2
+        expected = roc_auc_score(label[own], logits[own], sample_weight=weight[own]) if both else math.nan
+        assert found == pytest.approx(expected, abs=1e-9, nan_ok=True)
