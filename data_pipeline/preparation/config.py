@@ -1,8 +1,11 @@
 """Settings of `prepare`: the `[prepare]` section of a run's configuration."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import date
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from cowrec.data_pipeline.dataset.schema import SHARD_ROWS, DenseTransform
 
@@ -73,6 +76,10 @@ class PrepareConfig:
     shard_rows: int = SHARD_ROWS
 
     def __post_init__(self) -> None:
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, (np.generic, date)):  # as code takes them from a DataFrame
+                object.__setattr__(self, name, plain_value(value))
         most = {"hash_buckets": MOST_BUCKETS, "seed": 2**63 - 1}
         for name in ("min_count", "shard_rows", "hash_buckets", "max_ids", "seed", "max_bad_rows"):
             least = int(name in ("min_count", "shard_rows"))
@@ -127,6 +134,11 @@ class PrepareConfig:
         if (self.hash_buckets or self.raw_ids) and (min_count or max_ids):
             limit, way = "min_count" if min_count else "max_ids", "raw_ids" if self.raw_ids else "hash_buckets"
             raise ValueError(f"{where}{limit} has no effect with {way}, which keeps no vocabulary; give one of them")
+
+
+def plain_value(value: Any) -> Any:
+    """What JSON lacks as it is written there: numpy's numbers as Python's, times and all else as text."""
+    return value.item() if isinstance(value, np.generic) and not isinstance(value, np.datetime64) else str(value)
 
 
 def prepared_with(settings: Mapping[str, Any]) -> dict[str, Any]:

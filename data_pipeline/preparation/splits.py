@@ -151,10 +151,12 @@ class TimeOrder:
 
     Attributes:
         newest: Unix seconds of the newest training sample; before all times if there is none.
+        oldest: of the oldest sample for validation or testing; after all times if there is none.
         others: times of the samples for validation and testing.
     """
 
     newest: int = -NEVER
+    oldest: int = NEVER
     others: ValueCounts = field(default_factory=lambda: ValueCounts(MOST_TIMES))
 
     def add(self, time: np.ndarray | None, splits: np.ndarray) -> None:
@@ -162,17 +164,20 @@ class TimeOrder:
         if time is not None:
             train = splits == TRAIN
             self.newest = max(self.newest, int(time[train].max(initial=-NEVER)))
-            self.others.add(time[splits > TRAIN])
+            others = time[splits > TRAIN]
+            self.oldest = min(self.oldest, int(others.min(initial=NEVER)))
+            self.others.add(others)
 
     def merge(self, other: "TimeOrder") -> None:
         """Adds those of another part of the samples."""
-        self.newest = max(self.newest, other.newest)
+        self.newest, self.oldest = max(self.newest, other.newest), min(self.oldest, other.oldest)
         self.others.merge(other.others)
 
     def report(self) -> None:
         """Warns if samples for validation or testing are older than the newest training sample."""
-        older = self.others.counts[self.others.values < self.newest].sum() / max(self.others.total, 1)
-        if older > 0:
+        if self.oldest < self.newest:
+            # Of very many times, neighbours are counted together (ValueCounts), those on both sides of the newest too.
+            older = self.others.counts[self.others.values < self.newest].sum() / self.others.total
             logger.warning(
                 "the samples are not sorted by time: %.3g %% of those for validation and testing are older than the"
                 ' newest training sample, so the model trains on their future; use split = "time"',

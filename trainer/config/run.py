@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from cowrec.data_pipeline import PrepareConfig
 from cowrec.data_pipeline.counts import parse_count
 from cowrec.data_pipeline.files import replace_file
-from cowrec.data_pipeline.preparation.config import prepared_with
+from cowrec.data_pipeline.preparation.config import plain_value, prepared_with
 from cowrec.models import ModelConfig, loss_of, require_model
 from cowrec.models.own_code import is_import_path, require_beside, search_also
 from cowrec.sparse_opt import NoClip
@@ -184,11 +184,12 @@ def _needed_for(error: str, overrides: Sequence[str], outcome: Callable[[Sequenc
     return [overrides[index] for index in changed]
 
 
-def require_config(config: RunConfig) -> None:
-    """Raises ValueError for what is no configuration, or has a value of a wrong type, as code may make one."""
+def checked_config(config: RunConfig) -> RunConfig:
+    """The configuration as its file would be read, numpy's numbers as Python's. Raises ValueError for what is none, or
+    has a value of a wrong type, as code may make one."""
     if not isinstance(config, RunConfig):
         raise ValueError(f"config must be a RunConfig, got {config!r}; {_TO_CHANGE}")
-    config_from(to_plain(config))
+    return config_from(to_plain(config))
 
 
 def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = None) -> RunConfig:
@@ -305,7 +306,7 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
     _check_keys(RunConfig, values, "")
     # Strict JSON mode requires exact types, but accepts a list for a tuple and an int for a float. Values that JSON
     # lacks (TOML's dates) become strings, which the message shows.
-    text = json.dumps(_without_none(_with_counts(RunConfig, values, "")), default=str)
+    text = json.dumps(_without_none(_with_counts(RunConfig, values, "")), default=plain_value)
     try:
         return _adapter().validate_json(text, strict=True)
     except ValidationError as error:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cowrec.data_pipeline import Schema, infer_schema, prepare
 from cowrec.data_pipeline.dataset.schema import SAMPLE_NUMBER
 from cowrec.data_pipeline.remote import Place, require_local
-from cowrec.trainer.config.run import RunConfig, require_config
+from cowrec.trainer.config.run import RunConfig, checked_config
 from cowrec.trainer.runs.run_dir import FITTED, require_unused
 from cowrec.trainer.runtime.environment import launched_world_size
 
@@ -104,8 +104,7 @@ def fit(
         raise ValueError("fit runs in one process; for several, prepare the table's file, then train under torchrun")
     if schema_file is not None and label != "":
         raise ValueError(f"label = {label!r} and schema_file exclude each other: the file names the label")
-    config = RunConfig() if config is None else config
-    require_config(config)
+    config = checked_config(RunConfig() if config is None else config)
     folder = require_local(run_dir, "run_dir", "fit prepares its data there")
     require_unused(folder)
     arrow = _as_arrow(table)

@@ -18,10 +18,10 @@ from cowrec.data_pipeline.files import locked
 from cowrec.data_pipeline.remote import Place
 from cowrec.trainer.config.run import (
     RunConfig,
+    checked_config,
     few_steps_warning,
     load_config,
     prepared_otherwise_warning,
-    require_config,
     to_plain,
     with_defaults,
 )
@@ -86,7 +86,7 @@ def train(
         Interrupted: the run was asked to stop and has saved a checkpoint.
     """
     started = time.perf_counter()
-    require_config(config)
+    config = checked_config(config)
     data = dataclasses.replace(config.data, dir=str(local_data(data_dir)))
     config = dataclasses.replace(config, data=data)
     place = RunPlace(run_dir, resume=resume)

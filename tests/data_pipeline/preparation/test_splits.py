@@ -4,11 +4,14 @@ import datetime
 import logging
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline.encoding import ValueCounts
+from cowrec.data_pipeline.preparation.splits import TimeOrder
 from cowrec.data_pipeline.raw.inputs import partitions
 from raw_cases import prepare_text, read_split
 from refusal import refused
@@ -139,6 +142,26 @@ def test_an_order_that_leaks_the_future_is_reported(tmp_path, caplog):
     # The newest training sample is number 3, of time 90; older than it are 80 to 89 and that of time 3.
     assert "not sorted by time: 55 % of those for validation and testing are older" in message
     assert 'use split = "time"' in message
+
+
+def test_an_order_without_leaks_is_not_reported_for_very_many_times(caplog):
+    """More than are counted apart, so that the newest training sample's is counted together with later ones."""
+    order = TimeOrder(others=ValueCounts(4))
+    order.add(np.arange(1_700_000_000, 1_700_000_050), np.repeat([0, 2], [21, 29]))
+    assert order.others.values[0] < order.newest
+    order.report()
+    assert caplog.messages == []
+    order.add(np.array([1_700_000_010]), np.array([2]))
+    order.report()
+    assert "not sorted by time" in caplog.text
+
+
+@pytest.mark.parametrize("time", [np.int64(50), np.datetime64("1970-01-01T00:00:50", "ns"), "1970-01-01T00:00:50"])
+def test_values_of_a_dataframe_are_settings(tmp_path, time):
+    """numpy's numbers and times, which JSON does not have, give the data of plain ones."""
+    _, expected = prepared(tmp_path, range(100), split="time", test_from=50)
+    assert prepared(tmp_path, range(100), split="time", test_from=time, seed=np.int32(3))[1] == expected
+    assert PrepareConfig(split="time", test_from=datetime.date(2024, 5, 1)).test_from == "2024-05-01"
 
 
 def test_files_of_splits(tmp_path, monkeypatch):
