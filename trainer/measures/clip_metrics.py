@@ -75,8 +75,9 @@ class ClipWatch:
         return _reading(np.concatenate([self._latest, self._before]), self._shown)
 
     def counts(self) -> dict[str, list[int]]:
-        """Rows and clipped rows of each table from the beginning to the last :meth:`read`, for a checkpoint."""
-        sums = np.concatenate([self._latest, self._before])[..., :2].sum(0).astype(int).tolist()
+        """Rows and clipped rows of each table from the beginning to now, for a checkpoint. Waits for the device; all
+        processes call together."""
+        sums = np.concatenate([self._gathered(), self._before])[..., :2].sum(0).astype(int).tolist()
         return dict(zip(self._tables, sums, strict=True))
 
     def add_earlier(self, counts: Mapping[str, Sequence[int]]) -> None:

@@ -33,7 +33,7 @@ from cowrec.data_pipeline.codec import ID_COLUMN, sample_block
 from cowrec.data_pipeline.files import replacing
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
-from cowrec.trainer.config.run import RunConfig, load_config, with_defaults
+from cowrec.trainer.config.run import RunConfig, checked_config, load_config, with_defaults
 from cowrec.trainer.runs.checkpoint import checkpoint_name, list_checkpoints
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace
@@ -80,6 +80,7 @@ def online(
         ProcessLost: another process hangs or has ended.
         Interrupted: the run was asked to stop and has saved a checkpoint.
     """
+    config = checked_config(config)
     if config.train.batch_ramp:
         raise ValueError(
             f"train.batch_ramp = {config.train.batch_ramp} is for the first epoch of a data set, and a stream has none;"
@@ -147,6 +148,7 @@ class _OnlineRun:
             log = opened.enter_context(self.trainer.open_log(self.config.online.metrics_file_bytes, may_drop=True))
             stop = opened.enter_context(stop_requests(self.process))
             self.train(log, stop)
+            self._saved_step = 0  # a snapshot of this step has the window open that is closed now
             self.save()
             self.trainer.checkpoints.finish()
         return self.report()

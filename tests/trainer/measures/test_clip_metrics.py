@@ -116,6 +116,7 @@ def test_readings_cover_the_time_since_the_last_and_tables_without_rows() -> Non
         assert first["fields"][name] == pytest.approx(nothing, nan_ok=True)
     assert (first["rows"], first["clipped_share"]) == (50, pytest.approx(22 / 50))
     stats |= {"a": TableStats(40, 0.8, 4.0), "b": TableStats(50, 0.6, 0.5)}
+    assert watch.counts() == {"c": [0, 0], "b": [50, 30], "a": [40, 32], "elsewhere": [0, 0]}, "up to now"
     second = watch.read()
     # With 30 rows of a and 10 of b the typical row is in a.
     assert second["fields"]["a"] == {"rows": 30, "clipped_share": 1.0, "limit_to_norm": 0.25}

@@ -35,7 +35,7 @@ from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.training.loop import MOST_SET_ASIDE, train
 from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, followed, make_case, write_stream
 from refusal import refused
-from run_comparison import assert_same, state_of, wait_for
+from run_comparison import assert_same, up_to_date, wait_for
 from trained_runs import metrics, write_network
 from trainer_cases import checkpoint, edit_column, free_port, interrupted, make_data, tensors
 
@@ -179,6 +179,30 @@ def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: 
         run(case, tmp_path / "run", *settings, "online.lateness='7s'", **again)
 
 
+def test_a_window_that_a_snapshot_has_open_is_measured_once(case: Path, tmp_path: Path) -> None:
+    """Though the stream ends later, without another step, and continues when the run is resumed."""
+    tables, source = list(drifting_tables(DRIFT, 0, 400, chunk_rows=200)), tmp_path / "in"
+    write_stream(source, tables[:1], end=False)
+
+    def end() -> None:
+        try:
+            wait_for((tmp_path / "run" / "checkpoints" / "step_000000004").exists)
+        finally:
+            (source / "_END").touch()
+
+    thread = Thread(target=end)
+    thread.start()
+    settings = ["online.snapshot_seconds=0", "online.max_wait_seconds=0.1", "online.window='1000d'"]
+    run(case, tmp_path / "run", *settings, source=source)
+    thread.join()
+    run(case, tmp_path / "run", *settings, source=source, resume=True)
+    assert [window["samples"] for window in metrics(tmp_path / "run", "window")] == [200]
+    (source / "_END").unlink()
+    write_stream(source, tables[1:], first=1)
+    run(case, tmp_path / "run", *settings, source=source, resume=True)
+    assert [window["samples"] for window in metrics(tmp_path / "run", "window")] == [200, 200]
+
+
 def test_a_warm_start_takes_the_weights_and_ids_of_an_earlier_run(case: Path, tmp_path: Path) -> None:
     """The export with which the run begins predicts exactly like the earlier run's; a resumed run keeps its own."""
     given: dict[str, Any] = {"source": case / "short", "publish": str(tmp_path / "published")}
@@ -191,9 +215,9 @@ def test_a_warm_start_takes_the_weights_and_ids_of_an_earlier_run(case: Path, tm
         ServedModel.load(tmp_path / folder).predict(block) for folder in ("export", Path("second", "base"))
     )
     assert np.array_equal(warm, earlier)
-    before = state_of(tmp_path / "second")
+    before = up_to_date(tmp_path / "second")
     run(case, tmp_path / "second", f"train.warm_start={tmp_path}/first", **given, resume=True)
-    assert all(torch.equal(value, before[name]) for name, value in state_of(tmp_path / "second").items())
+    assert all(torch.equal(value, before[name]) for name, value in up_to_date(tmp_path / "second").items())
 
 
 def test_readers_have_the_rows_of_unknown_and_missing_ids_exactly(case: Path, tmp_path: Path) -> None:
