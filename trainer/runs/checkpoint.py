@@ -484,7 +484,7 @@ def choose_checkpoint(
         checkpoint: "latest", "best", or a step; "" for "best" where the run keeps it.
 
     Raises:
-        ValueError: there is no such checkpoint, or all are damaged.
+        ValueError: there is no such checkpoint, no epoch to be the best, or all are damaged.
     """
     checkpoint = str(checkpoint)  # in Python, a step is a number
     if checkpoint not in ("", "latest", "best") and not checkpoint.isdecimal():
@@ -500,9 +500,15 @@ def choose_checkpoint(
     if found is None:
         raise ValueError(f"no checkpoint in {folder}; train the run first")
     path, progress = found
+    best = best_epoch(progress.epochs, keep_best) if is_best else None
+    if checkpoint == "best" and best is None:
+        raise ValueError(
+            f"the run of {folder} has measured no epoch yet that could be the best; use --checkpoint latest or a step"
+        )
     if process.is_first:
         after = f", after epoch {progress.epoch}" if progress.epoch and not progress.epoch_step else ""
-        logger.info(f"using {path}{after}{f', the best by {keep_best}' if is_best else ''}")
+        best_by = f", the best by {keep_best}" if best and best["step"] == progress.step else ""
+        logger.info(f"using {path}{after}{best_by}")
     return found
 
 

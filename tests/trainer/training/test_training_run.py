@@ -339,11 +339,16 @@ def test_patience_ends_the_run_and_chooses_the_best_epoch(
     shutil.rmtree(copy / "checkpoints" / f"step_{4 * (best + 1):09d}")
     last = stopped["last_epoch"]
     assert (last["epoch"], last["validation_auc"]) == (len(losses), stopped["epochs"][-1]["validation_auc"])
+    caplog.set_level("INFO", "cowrec")
+    caplog.clear()
     assert evaluate(copy, single / "data")["logloss"] == pytest.approx(last["logloss"], abs=1e-7)
     assert "the checkpoint of the best epoch, is missing" in caplog.text
+    assert "the best by" not in caplog.text
 
 
-def test_a_checkpoint_can_be_named(single: Path, stopped: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_can_be_named(
+    single: Path, stopped: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The best epoch's, the latest, or that of a step; what a run does not have is refused with what it has."""
     best = 4 * stopped["best_epoch"]
     steps = {"": best, "best": best, "latest": 4 * len(stopped["epochs"]), str(best): best}
@@ -357,6 +362,13 @@ def test_a_checkpoint_can_be_named(single: Path, stopped: dict[str, Any], caplog
         assert text in caplog.text
     for name, message in (("3", r"no checkpoint of step 3; it has those of steps \d+"), ("bets", "got .bets.")):
         refused(message, evaluate, single / "stopped", single / "data", checkpoint=name)
+    run(single, tmp_path / "run", "train.epochs=1", "checkpoint.every_steps=4", "checkpoint.keep_best=auc")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000000005")
+    evaluate(tmp_path / "run", single / "data")  # of a run that was interrupted in its first epoch
+    assert "step_000000004\n" in caplog.text
+    assert "the best by auc" not in caplog.text
+    message = "has measured no epoch yet that could be the best; use --checkpoint latest"
+    refused(message, evaluate, tmp_path / "run", single / "data", checkpoint="best")
 
 
 def test_a_validation_split_is_used_like_samples_held_out_of_training(single: Path, tmp_path: Path) -> None:
