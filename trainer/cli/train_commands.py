@@ -139,7 +139,7 @@ def plot(
     if output.suffix.lstrip(".") not in FORMATS:
         raise ValueError(f"{output} must end in one of: {', '.join('.' + each for each in FORMATS)}")
     require_target(output)
-    names = [Path(run).name for run in runs]
+    names = [Path(run).name or Path(run).resolve().name for run in runs]
     labels = [name if names.count(name) == 1 else run for name, run in zip(names, runs, strict=True)]
     folders = [local_copy(run, "run", copied=lambda name: name.startswith(METRICS)) for run in runs]
     curves = [RunCurves.read(label, each / METRICS) for label, each in zip(labels, folders, strict=True)]

@@ -111,7 +111,8 @@ def plot_runs(runs: Sequence[RunCurves], path: Path) -> Path:
         # The first losses would hide the differences between the others.
         shown = slice(len(loss) // 50 + 1 if len(loss) > 4 else 0, None)
         losses.plot(times[shown], loss[shown], color=color, alpha=0.25, lw=0.8)
-        losses.plot(*_smoothed(times[shown], loss[shown], np.mean), color=color, label=run.name)
+        label = f" {run.name}" if run.name.startswith("_") else run.name  # "_..." would be left out of the legend
+        losses.plot(*_smoothed(times[shown], loss[shown], np.mean), color=color, label=label)
         for axis, measure in ((auc, "auc"), (logloss, "logloss")):
             axis.plot(*run.by_epoch(measure), color=color, marker="o", ms=4)
             axis.plot(*run.by_epoch(f"validation_{measure}"), color=color, marker="o", ms=4, mfc="white", ls="--")

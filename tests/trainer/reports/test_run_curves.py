@@ -64,6 +64,15 @@ def test_the_command_draws_runs_and_prints_a_table(cowrec: Cowrec, tmp_path: Pat
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_every_run_has_its_name(cowrec: Cowrec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the folder that the command runs in, and a name of which matplotlib would leave out the label."""
+    monkeypatch.chdir(write(tmp_path / "_base", lines_of(1)))
+    write(tmp_path / "large", lines_of(1))
+    table = cowrec("plot", ".", "../large", "--output", "runs.svg")[1].splitlines()
+    assert [line.split()[0] for line in table[1:3]] == ["_base", "large"]
+    assert {"<!--  _base -->", "<!-- large -->"} <= {line.strip() for line in Path("runs.svg").read_text().splitlines()}
+
+
 def test_a_folder_without_curves_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     refused("does not exist; pass the --run-dir of a cowrec train", RunCurves.read, "a", file)
