@@ -371,7 +371,12 @@ class Soak:
         return {"samples": kinds.total()} | {name: kinds[kind] for name, kind in names.items()}
 
     def _all_trained(self, port: int, valid: int) -> dict[str, float]:
-        wait_until(lambda: self.metrics(port).get("handed_out") == valid, FINAL_SECONDS)
+        def done() -> bool:
+            found = self.metrics(port)
+            trained = found.get("steps", 0) + found.get("batches_set_aside", 0)
+            return found.get("handed_out") == valid and trained >= found["batches"]
+
+        wait_until(done, FINAL_SECONDS)
         return self.metrics(port)
 
     def _as_uninterrupted(self, valid: int) -> bool:
