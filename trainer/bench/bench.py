@@ -4,27 +4,59 @@ Before the measurements, one pass over the stream of ids records the last sample
 use.
 """
 
+import dataclasses
 import os
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from cowrec.data_pipeline.files import naming_full_disk
+from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
+from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.run_dir import to_json
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
-from cowrec.trainer.runtime.errors import Interrupted
+from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 
-from .measurement import INTERRUPTED, case_runner, measured_line
+from .measurement import cases, measure, run_ids
 from .settings import Bench, Preset
 from .table import short
 
+_INTERRUPTED = "interrupted"
+"""``error`` of a combination that Ctrl-C has ended."""
 
-def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
+
+class Combination(NamedTuple):
+    """One combination to measure.
+
+    Attributes:
+        about: mode, model and max_rows.
+        config: the run's configuration.
+        measure: function of a module that yields values of the line as they become known.
+        arguments: of that function.
+        table_bytes: of tables and moments, for the message of a failure.
+    """
+
+    about: dict[str, Any]
+    config: RunConfig
+    measure: Callable[..., Iterator[dict[str, Any]]]
+    arguments: tuple[Any, ...]
+    table_bytes: int
+
+
+def bench(settings: Bench, output: Path, preset: Preset | None = None) -> list[dict[str, Any]]:
     """Measures every combination; writes a JSON object per line as soon as it is measured.
+
+    Of a preset, which is another shape, these are the batch sizes, precisions and clips of the settings. Its batch
+    sizes are those of all processes together; under torchrun all measure together, and the first has the lines.
 
     Returns:
         The lines. Each combination has
@@ -38,55 +70,84 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
           start the device's work. kernels: launched per step, and captured: whether the steps replayed a CUDA graph
           (both None on CPU);
         * step_parts_ms: the parts of a step (see step_parts.py) by their shares in some profiled steps;
-        * minutes_of_10_epochs of Criteo at this speed; roofline: the least flops and bytes per sample, the rates of
-          both that this machine reached, and the resulting step in ms. Each kernel counts once a sample, which is too
-          little for xdeepfm (an eighth of the flops) and autoint (a fiftieth), whose kernels serve columns or fields;
+        * roofline: the least flops and bytes per sample, the rates of both that this machine reached, and the resulting
+          step in ms. Each kernel counts once a sample, which is too little for xdeepfm (an eighth of the flops) and
+          autoint (a fiftieth), whose kernels serve columns or fields;
         * peak_memory_bytes of the process (on CUDA: what torch allocated on the device), and rss_before_tables_bytes;
-        * steps_before: steps before the measurement.
+        * without a preset minutes_of_10_epochs of Criteo at this speed, and steps_before: steps before the measurement;
+        * of MLPerf's shape world_size and samples_per_second_of_gpu (of a process).
 
         All have config, versions, device, threads, git_commit.
 
     Raises:
+        ValueError: a preset's batch size is not a multiple of the number of processes.
         Interrupted: by Ctrl-C; the file has the combinations measured before.
     """
-    with case_runner(settings) as runner:
-        return _written((runner.line(case) for case in runner.cases), output)
+    with tempfile.TemporaryDirectory() as folder:
+        found = _of_preset(preset, settings) if preset else _of_criteo(settings, Path(folder) / "last_samples.npy")
+        return _written(measured_lines(found, keeps_process=settings.device == "cuda"), output)
 
 
-def bench_preset(preset: Preset, settings: Bench, output: Path) -> list[dict[str, Any]]:
-    """Measures another shape for each batch size, precision and clip of the settings, as :func:`bench`.
+def _of_criteo(settings: Bench, last_samples: Path) -> Iterator[Combination]:
+    """The combinations of Criteo's shape, after the ids before them have been drawn into a file."""
+    ids = CriteoIds(max_rows=settings.max_rows)
+    np.save(last_samples, run_ids(ids, settings.samples))
+    for case in cases(settings, ids, last_samples):
+        about = {"mode": case.config.optimizer.absent_rows, "model": settings.model, "max_rows": settings.max_rows}
+        yield Combination(about, case.config, measure, (case,), 144 * int(ids.table_rows.sum()))
 
-    Batch sizes are those of all processes together; under torchrun all measure together, and the first has the lines.
 
-    Returns:
-        The lines, without what is about Criteo's epochs; MLPerf's with world_size and samples_per_second_of_gpu (of a
-        process).
+def _of_preset(preset: Preset, settings: Bench) -> list[Combination]:
+    rows, found = [min(each, settings.max_rows or each) for each in preset.table_rows], []
+    for size, precision, clip in product(settings.batch_sizes, settings.precisions, settings.clips):
+        if size % launched_world_size():
+            raise ValueError(f"--batch-sizes {size} is not a multiple of the {launched_world_size()} processes")
+        config = preset.config(size, precision, clip, settings.device)
+        about = {"mode": config.optimizer.embedding, "model": preset.name, "max_rows": settings.max_rows}
+        arguments = (config, rows, settings.seconds)
+        found.append(Combination(about, config, preset.measure, arguments, sum(rows) * preset.row_bytes))
+    return found
 
-    Raises:
-        ValueError: a batch size is not a multiple of the number of processes.
-        Interrupted: by Ctrl-C; the file has the combinations measured before.
+
+def measured_lines(combinations: Iterable[Combination], *, keeps_process: bool) -> Iterator[dict[str, Any]]:
+    """Measures one combination after the other; yields its line, on the first process.
+
+    On CPU the peak of its memory is that of a process, so that each has its own. On CUDA torch counts it, and all share
+    a process, which imports libraries and compiles kernels once; after a failure a new one is started. Processes of
+    torchrun measure themselves.
     """
-    launched = launched_world_size()
-    for size in settings.batch_sizes:
-        if size % launched:
-            raise ValueError(f"--batch-sizes {size} is not a multiple of the {launched} processes")
-    return _written(_preset_lines(preset, settings, launched), output)
-
-
-def _preset_lines(preset: Preset, settings: Bench, launched: int) -> Iterator[dict[str, Any]]:
-    rows = [min(each, settings.max_rows or each) for each in preset.table_rows]
     with Subprocess() as process:
-        for size, precision, clip in product(settings.batch_sizes, settings.precisions, settings.clips):
-            config = preset.config(size, precision, clip, settings.device)
-            about = {"mode": config.optimizer.embedding, "model": preset.name, "max_rows": settings.max_rows}
-            arguments = (config, rows, settings.seconds)
-            here = partial(preset.measure, *arguments)
-            take = here if launched > 1 else partial(process.each, preset.measure, *arguments)
-            line = measured_line(about, config, take, sum(rows) * preset.row_bytes)
-            if settings.device == "cpu":
+        for each in combinations:
+            call = each.measure if launched_world_size() > 1 else partial(process.each, each.measure)
+            line = _line(each, partial(call, *each.arguments))
+            if not keeps_process:
                 process.close()
             if launched_rank() == 0:
                 yield line
+
+
+def _line(combination: Combination, take: Callable[[], Iterator[dict[str, Any]]]) -> dict[str, Any]:
+    """The line of a combination: what identifies it, what was measured, and how; ``error`` if that is not all."""
+    config = combination.config
+    of_config = {"precision": config.train.precision, "batch_size": config.train.batch_size}
+    about = {**combination.about, "clip": "off" if config.clip.rule == "none" else "on", **of_config}
+    how = {
+        "config": {key: dataclasses.asdict(getattr(config, key)) for key in ("model", "optimizer", "clip")},
+        **environment(torch.device(config.train.device)),
+    }
+    values: dict[str, Any] = {}
+    try:
+        for known in take():
+            values |= known
+    except ProcessFailed as error:
+        needs = f"its tables and their moments need {combination.table_bytes / 1e9:.1f} GB of memory"
+        values["error"] = f"{error} ({needs})"
+    except KeyboardInterrupt:
+        if not values:
+            raise
+        values["error"] = _INTERRUPTED
+    values.pop("step_seconds", None)
+    return {**about, **values, **how}
 
 
 def _written(lines: Iterable[dict[str, Any]], output: Path) -> list[dict[str, Any]]:
@@ -99,7 +160,7 @@ def _written(lines: Iterable[dict[str, Any]], output: Path) -> list[dict[str, An
                 found.append(line)
                 file.write(to_json(line) + "\n")
                 print(short(line), file=sys.stderr, flush=True)
-                if line.get("error") == INTERRUPTED:
+                if line.get("error") == _INTERRUPTED:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
             raise Interrupted(f"stopped; {output} holds the {len(found)} combinations measured before") from None

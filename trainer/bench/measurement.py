@@ -5,13 +5,10 @@ both follow from the ids alone. Other values are plausible: weights are initial 
 moments that one gradient of realistic size leaves.
 """
 
-import dataclasses
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,11 +25,8 @@ from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.models import physical_dim
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.environment import prepare_process
-from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.run_plan import RunPlan
@@ -45,7 +39,6 @@ from .parts import (
     graph_captured,
     memory,
     reset_peak_memory,
-    speed,
     step_times,
     step_values,
 )
@@ -54,8 +47,6 @@ from .settings import EPOCH_SAMPLES, Bench, criteo_config
 _MOST_STEPS, _LEAST_STEPS, _MOST_SAMPLES = 256, 8, 1 << 20
 """Limits on the steps of a combination, so that their batches fit into memory."""
 _ROWS_AT_ONCE = 1 << 16
-INTERRUPTED = "interrupted"
-"""``error`` of a combination that Ctrl-C has ended."""
 
 
 @dataclass(frozen=True)
@@ -100,76 +91,6 @@ def cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]
             criteo_config(settings.model, batch_size, mode, clip, precision, settings.device),
             *(ids, settings.samples, last_samples, steps, settings.seconds),
         )
-
-
-@contextmanager
-def case_runner(settings: Bench) -> Iterator["CaseRunner"]:
-    """Draws the ids before the measurement; at the end closes the process and removes the file of the cases."""
-    ids = CriteoIds(max_rows=settings.max_rows)
-    with tempfile.TemporaryDirectory() as folder, Subprocess() as process:
-        file = Path(folder) / "last_samples.npy"
-        np.save(file, run_ids(ids, settings.samples))
-        yield CaseRunner(list(cases(settings, ids, file)), settings.max_rows, process, settings.device == "cuda")
-
-
-@dataclass
-class CaseRunner:
-    """Measures cases one after the other, each with the peak of its memory.
-
-    On CPU that is the peak of a process, so that each case has its own. On CUDA torch counts it, and all cases share a
-    process, which imports libraries and compiles kernels once; after a failure a new one is started.
-
-    Attributes:
-        cases: the combinations of the settings, in order.
-        max_rows: most rows of a table, for the lines.
-        process: takes the measurements.
-        keeps_process: whether all cases share a process.
-    """
-
-    cases: list[Case]
-    max_rows: int | None
-    process: Subprocess
-    keeps_process: bool
-
-    def line(self, case: Case) -> dict[str, Any]:
-        """Measures one of the cases; see :func:`measured_line`."""
-        about = {"mode": case.config.optimizer.absent_rows, "model": case.config.model.name, "max_rows": self.max_rows}
-        take = partial(self.process.each, measure, case)
-        values = measured_line(about, case.config, take, 144 * int(case.ids.table_rows.sum()))
-        if not self.keeps_process:
-            self.process.close()
-        values.pop("step_seconds", None)
-        return values
-
-
-def measured_line(
-    about: dict[str, Any], config: RunConfig, measure: Callable[[], Iterator[dict[str, Any]]], table_bytes: int
-) -> dict[str, Any]:
-    """The line of a combination: what identifies it, what was measured, and how; ``error`` if that is not all.
-
-    Args:
-        about: mode, model and max_rows.
-        measure: yields values as they become known.
-        table_bytes: of tables and moments, for the message.
-    """
-    of_config = {"precision": config.train.precision, "batch_size": config.train.batch_size}
-    about = {**about, "clip": "off" if config.clip.rule == "none" else "on", **of_config}
-    how = {
-        "config": {key: dataclasses.asdict(getattr(config, key)) for key in ("model", "optimizer", "clip")},
-        **environment(torch.device(config.train.device)),
-    }
-    values: dict[str, Any] = {}
-    try:
-        for known in measure():
-            values |= known
-    except ProcessFailed as error:
-        needs = f"its tables and their moments need {table_bytes / 1e9:.1f} GB of memory"
-        values["error"] = f"{error} ({needs})"
-    except KeyboardInterrupt:
-        if not values:
-            raise
-        values["error"] = INTERRUPTED
-    return {**about, **values, **how}
 
 
 def run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
@@ -250,29 +171,25 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
     prepare_process()
     with steady_run(case) as run:
         device = run.device
-        seconds, host_seconds = step_times(run.step, case.warmup_steps, case.max_steps, case.seconds, device)
-        peak, speeds = memory("VmHWM", device), speed(case.batch_size, seconds)
+        timed = step_times(run.step, case.batch_size, case.max_steps, case.seconds, device)
         moments = [each for key, each in _stored(run.adam).items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
         moments_bytes = sum(each.nbytes for each in moments)
         yield {
-            **speeds,
-            "host_ms": 1e3 * host_seconds,
+            **timed,
             "captured": graph_captured(run.pipeline, device),
-            "minutes_of_10_epochs": 10 * EPOCH_SAMPLES / speeds["samples_per_second"] / 60,
+            "minutes_of_10_epochs": 10 * EPOCH_SAMPLES / timed["samples_per_second"] / 60,
             "table_rows": int(case.ids.table_rows.sum()),
             "table_bytes": moments_bytes // 2,  # float32 weights, like each of the two moments
             "moments_bytes": moments_bytes,
             "rss_before_tables_bytes": run.rss_before,
-            "peak_memory_bytes": peak,
             "steps_before": case.steps_before,
-            "step_seconds": seconds,
         }
         width = physical_dim(case.config.model.embedding_dim)
         distinct_rows = sum(len(ids.unique()) for ids in run.ids) / case.batch_size
         # A captured step has no parts, so the profile is of steps that are not.
         parts = SequentialSteps(run.model, run.dense, device)
         yield from step_values(
-            speeds,
+            timed["step_ms"],
             case.batch_size,
             lambda: parts.progress(run.batches),
             dense_parameters(run.model),

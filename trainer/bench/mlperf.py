@@ -21,15 +21,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch, Schema
 from cowrec.sparse_opt import attach_cowclip
-from cowrec.trainer.config.run import RunConfig, config_from
+from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.environment import prepare_process
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.build import dense_parameters, set_product_precision, shard, train_task
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.training.pipeline import pipeline_of
 
-from .parts import WARMUP_STEPS, graph_captured, memory, reset_peak_memory, speed, step_times, step_values
-from .settings import Preset
+from .parts import graph_captured, memory, reset_peak_memory, step_times, step_values
+from .settings import Preset, preset_config
 
 TABLE_ROWS = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
@@ -43,6 +43,10 @@ BATCH_SIZE_OF_GPU, MODEL = 6912, "mlperf-dcnv2"
 PUBLISHED = 15.04e6
 """Samples per second that MLPerf Training published for eight H200, as quoted to us; not checked against its tables."""
 _BATCHES, _MOST_STEPS = 16, 100
+mlperf_config = partial(
+    preset_config, embedding="rowwise_adagrad", embedding_lr=LEARNING_RATE, dense_lr=LEARNING_RATE, eps=EPS
+)
+"""Makes the settings of the reference; see :func:`preset_config`."""
 _KEYS = [f"C{number + 1}" for number in range(len(TABLE_ROWS))]
 
 
@@ -51,19 +55,6 @@ class ClickDCN(DLRM_DCN):
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         return super().forward(dense_features, sparse_features).squeeze(1)
-
-
-def mlperf_config(batch_size: int, precision: str, clip: str, device: str) -> RunConfig:
-    """The settings of the reference, for a batch over all processes."""
-    kind = {"embedding": "rowwise_adagrad", "scaling": "none", "base_batch_size": batch_size, "warmup_epochs": 0.0}
-    values = {"embedding_lr": LEARNING_RATE, "dense_lr": LEARNING_RATE, "l2": 0.0, "eps": EPS}
-    return config_from(
-        {
-            "train": {"batch_size": batch_size, "device": device, "precision": precision},
-            "optimizer": {**kind, **values},
-            "clip": {"rule": "cowclip" if clip == "on" else "none"},
-        }
-    )
 
 
 def measure_mlperf(config: RunConfig, rows: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
@@ -85,23 +76,19 @@ def measure_mlperf(config: RunConfig, rows: Sequence[int], seconds: float) -> It
         optimizer = torch.optim.Adagrad(dense.values(), lr=LEARNING_RATE, eps=EPS)
         pipeline = pipeline_of(model, optimizer, process)
         step = partial(pipeline.progress, cycle(batches))
-        warmup, most = WARMUP_STEPS[device.type], seconds if ranks == 1 else inf
-        times, host_seconds = step_times(lambda _: step(), warmup, _MOST_STEPS, most, device)
-        speeds = speed(size, times)
+        timed = step_times(lambda _: step(), size, _MOST_STEPS, seconds if ranks == 1 else inf, device)
         yield {
-            **speeds,
-            "host_ms": 1e3 * host_seconds,
-            "samples_per_second_of_gpu": speeds["samples_per_second"] / ranks,
+            **timed,
+            "samples_per_second_of_gpu": timed["samples_per_second"] / ranks,
             "captured": graph_captured(pipeline, device),
             "world_size": ranks,
             "table_rows": sum(rows),
             "table_bytes": 4 * EMBEDDING_DIM * sum(rows),
             "moments_bytes": 4 * sum(rows),
             "rss_before_tables_bytes": before,
-            "peak_memory_bytes": memory("VmHWM", device),
         }
         traffic = bytes_per_sample(batches[0])
-        yield from step_values(speeds, size // ranks, step, dense, traffic, config.train.precision, device)
+        yield from step_values(timed["step_ms"], size // ranks, step, dense, traffic, config.train.precision, device)
 
 
 def build_mlperf(config: RunConfig, rows: Sequence[int], process: Process) -> DistributedModelParallel:

@@ -52,7 +52,7 @@ def speed(batch_size: int, step_seconds: list[float]) -> dict[str, Any]:
 
 
 def step_values(
-    speeds: Mapping[str, Any],
+    step_ms: float,
     batch_size: int,
     step: Callable[[], object],
     dense: Mapping[str, nn.Parameter],
@@ -63,7 +63,7 @@ def step_values(
     """Yields what else all lines have of timed steps, each as soon as it is known: their roofline and their parts.
 
     Args:
-        speeds: of the steps; see :func:`speed`.
+        step_ms: of the steps; see :func:`speed`.
         batch_size: samples of this process in a step, B.
         step: takes a further step, not as a captured graph.
         dense: parameters of the network.
@@ -80,28 +80,29 @@ def step_values(
         shares, kernels = profile_steps(step, PROFILED_STEPS, device)
     except Exception as error:  # whatever it is, the times are known by now
         _logger.warning("the parts of a step are not known: profiling failed: %s", error)
-    parts = {part: share and speeds["step_ms"] * share for part, share in shares.items()}
+    parts = {part: share and step_ms * share for part, share in shares.items()}
     yield {"kernels": kernels, "step_parts_ms": parts}
 
 
 def step_times(
-    step: Callable[[int], object], warmup_steps: int, max_steps: int, seconds: float, device: torch.device
-) -> tuple[list[float], float]:
-    """Takes steps, at least :data:`LEAST_STEPS` after the warm-up.
+    step: Callable[[int], object], batch_size: int, max_steps: int, seconds: float, device: torch.device
+) -> dict[str, Any]:
+    """Takes steps, at least :data:`LEAST_STEPS` after the warm-up, and measures them.
 
     On CUDA the host enqueues steps ahead; the device's time from the end of one step to the end of the next counts.
 
     Args:
         step: takes the step of a number, from 0.
-        warmup_steps: steps before those that are timed.
+        batch_size: samples of a step, of all processes.
         max_steps: most steps to time.
         seconds: time after which no further step is timed.
 
     Returns:
-        Seconds of each step; processor seconds per step of this process, of all its threads together.
+        The values of :func:`speed`; step_seconds of each step; host_ms, processor time per step of this process, of all
+        its threads together; and peak_memory_bytes.
     """
     marks: list[Any] = []
-    stop, host = inf, 0.0
+    stop, host, warmup_steps = inf, 0.0, WARMUP_STEPS[device.type]
     for index in range(warmup_steps + max_steps):
         step(index)
         if index + 1 == warmup_steps:
@@ -113,7 +114,9 @@ def step_times(
             break
     host = (time.process_time() - host) / (len(marks) - 1)
     synchronize(device)
-    return [_seconds(*each) for each in pairwise(marks)], host
+    times = [_seconds(*each) for each in pairwise(marks)]
+    of_process = {"host_ms": 1e3 * host, "peak_memory_bytes": memory("VmHWM", device)}
+    return {**speed(batch_size, times), "step_seconds": times, **of_process}
 
 
 def _mark(device: torch.device) -> Any:

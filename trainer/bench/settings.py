@@ -12,7 +12,7 @@ import torch
 from cowrec.models import ModelConfig, require_model
 from cowrec.sparse_opt import AdamConfig
 from cowrec.trainer.config.checks import require
-from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.config.run import RunConfig, config_from, load_config
 from cowrec.trainer.config.sections import ClipConfig, TrainConfig
 
 EPOCH_SAMPLES = 41_256_555
@@ -114,3 +114,15 @@ def criteo_config(
     }
     config = load_config(_CRITEO, [f"{key}={value}" for key, value in values.items()])
     return config if clip == "on" else dataclasses.replace(config, clip=ClipConfig("none"))
+
+
+def preset_config(batch_size: int, precision: str, clip: str, device: str, **optimizer: Any) -> RunConfig:
+    """The settings of a preset for a batch over all processes, with values of `[optimizer]` that nothing scales."""
+    unscaled = {"scaling": "none", "base_batch_size": batch_size, "l2": 0.0, "warmup_epochs": 0.0}
+    return config_from(
+        {
+            "train": {"batch_size": batch_size, "device": device, "precision": precision},
+            "optimizer": unscaled | optimizer,
+            "clip": {"rule": "cowclip" if clip == "on" else "none"},
+        }
+    )

@@ -5,6 +5,7 @@ all. Other optimizers of that measurement update the rows of the batch, so absen
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -17,20 +18,22 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from cowrec.data_pipeline import Schema
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.sparse_opt.kernels.profiling import profiled
-from cowrec.trainer.config.run import RunConfig, config_from
+from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.environment import prepare_process
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.build import adam_config, shard
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 
-from .parts import WARMUP_STEPS, bytes_per_sample, memory, reset_peak_memory, speed, step_times, step_values
-from .settings import Preset
+from .parts import bytes_per_sample, memory, reset_peak_memory, step_times, step_values
+from .settings import Preset, preset_config
 
 MODEL, BATCH_SIZE, EMBEDDING_DIM = "embedding-adam", 104_858, 128
 TABLE_ROWS = (2_400_000,) * 10
 PUBLISHED = {"FBGEMM's Adam": 1.35, "NVIDIA's dynamicemb": 2.19}
 """Milliseconds of forward and update on one H100, as quoted to us; not checked against their tables."""
 _BATCHES, _MOST_STEPS, _EXPONENT, _RATE = 16, 100, 1.05, 1e-3
+# The rate of the network has no meaning, since there is none.
+_config = partial(preset_config, absent_rows="lazy", embedding_lr=_RATE, dense_lr=_RATE)
 _KEYS = [f"C{number + 1}" for number in range(len(TABLE_ROWS))]
 
 
@@ -44,18 +47,6 @@ class _PooledRows(nn.Module):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         rows: Tensor = self.embeddings(ids).values()
         return rows
-
-
-def tables_config(batch_size: int, precision: str, clip: str, device: str) -> RunConfig:
-    """The settings for a batch; those of the network's optimizer have no meaning."""
-    rates = {"embedding_lr": _RATE, "dense_lr": _RATE, "l2": 0.0, "warmup_epochs": 0.0}
-    return config_from(
-        {
-            "train": {"batch_size": batch_size, "device": device, "precision": precision},
-            "optimizer": {"absent_rows": "lazy", "scaling": "none", "base_batch_size": batch_size, **rates},
-            "clip": {"rule": "cowclip" if clip == "on" else "none"},
-        }
-    )
 
 
 def measure_tables(config: RunConfig, rows: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
@@ -80,20 +71,18 @@ def measure_tables(config: RunConfig, rows: Sequence[int], seconds: float) -> It
             with profiled("## backward ##"):
                 pooled.backward(gradient)
 
-        times, host_seconds = step_times(lambda _: step(), WARMUP_STEPS[device.type], _MOST_STEPS, seconds, device)
-        speeds, bytes_of_tables = speed(size, times), 4 * EMBEDDING_DIM * sum(rows)
+        timed = step_times(lambda _: step(), size, _MOST_STEPS, seconds, device)
+        bytes_of_tables = 4 * EMBEDDING_DIM * sum(rows)
         yield {
-            **speeds,
-            "host_ms": 1e3 * host_seconds,
+            **timed,
             "table_rows": sum(rows),
             "table_bytes": bytes_of_tables,
             "moments_bytes": 2 * bytes_of_tables,
             "rss_before_tables_bytes": before,
-            "peak_memory_bytes": memory("VmHWM", device),
         }
         distinct = sum(len(each.values().unique()) for each in batches[0].to_dict().values()) / size
         traffic = bytes_per_sample(len(rows), EMBEDDING_DIM, distinct)
-        yield from step_values(speeds, size, step, {}, traffic, config.train.precision, device)
+        yield from step_values(timed["step_ms"], size, step, {}, traffic, config.train.precision, device)
 
 
 def make_ids(table_rows: Sequence[int], size: int, seed: int) -> KeyedJaggedTensor:
@@ -111,4 +100,4 @@ def make_ids(table_rows: Sequence[int], size: int, seed: int) -> KeyedJaggedTens
     return ids
 
 
-PRESET = Preset(MODEL, TABLE_ROWS, 3 * 4 * EMBEDDING_DIM, BATCH_SIZE, tables_config, measure_tables)
+PRESET = Preset(MODEL, TABLE_ROWS, 3 * 4 * EMBEDDING_DIM, BATCH_SIZE, _config, measure_tables)

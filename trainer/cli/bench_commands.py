@@ -128,8 +128,8 @@ def bench(
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
     from cowrec.data_pipeline.files import require_target
-    from cowrec.trainer.bench import bench as benches
     from cowrec.trainer.bench import mlperf, tables_alone
+    from cowrec.trainer.bench.bench import bench as run
     from cowrec.trainer.bench.settings import Bench
     from cowrec.trainer.bench.table import table
     from cowrec.trainer.runtime.errors import ProcessFailed
@@ -156,7 +156,7 @@ def bench(
         require_target(output)
         if output.is_file() and output.stat().st_size:
             raise ValueError(f"{output} exists, with earlier measurements; choose another --output, or remove it")
-    lines = benches.bench_preset(shape, settings, output) if shape else benches.bench(settings, output)
+    lines = run(settings, output, shape)
     if measured := [line for line in lines if "error" not in line]:
         print(f"{table(measured)}\n\n{output}")
     if failed := len(lines) - len(measured):

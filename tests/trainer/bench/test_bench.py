@@ -18,9 +18,18 @@ from commands.command_line import Cowrec, exit_code
 from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_SIZES
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.sparse_opt import EmbeddingAdam
-from cowrec.trainer.bench import measurement, mlperf, parts
-from cowrec.trainer.bench.bench import bench
-from cowrec.trainer.bench.measurement import Case, case_runner, cases, enter_steady_state, last_steps, make_schema
+from cowrec.trainer.bench import bench as benches
+from cowrec.trainer.bench import mlperf, parts
+from cowrec.trainer.bench.bench import Combination, bench, measured_lines
+from cowrec.trainer.bench.measurement import (
+    Case,
+    cases,
+    enter_steady_state,
+    last_steps,
+    make_schema,
+    measure,
+    run_ids,
+)
 from cowrec.trainer.bench.mlperf import IDS_PER_SAMPLE, TABLE_ROWS, build_mlperf, make_batch, mlperf_config
 from cowrec.trainer.bench.parts import PARTS, bytes_per_sample, flops_per_sample
 from cowrec.trainer.bench.settings import Bench, criteo_config
@@ -110,7 +119,7 @@ def with_a_failure(settings, ids, file):
 
 
 def test_a_small_bench_and_a_combination_that_fails(cowrec, tmp_path, monkeypatch):
-    monkeypatch.setattr(measurement, "cases", with_a_failure)
+    monkeypatch.setattr(benches, "cases", with_a_failure)
     output = tmp_path / "bench.jsonl"
     what = ["--rows", "200", "--absent-rows", "replay,dense", "--batch-sizes", "64"]
     code, printed, said = cowrec("bench", *what, "--epoch-share", "0.001", "--seconds", "0", "--output", output)
@@ -158,14 +167,14 @@ def test_tables_cope_with_combinations_that_are_missing():
     assert re.search(rf"^{modes[1]} +[\d,.]+ +-$", table(four[:-1]), re.MULTILINE)
 
 
-def test_several_cases_can_be_measured_in_one_process(monkeypatch):
+def test_several_cases_can_be_measured_in_one_process(tmp_path):
     """As on CUDA. The failed one ends its process, the next gets a new one."""
-    monkeypatch.setattr(measurement, "cases", with_a_failure)
-    settings = Bench(["lazy"], [32], max_rows=50, epoch_share=1e-5, seconds=0.0)
-    with case_runner(settings) as runner:
-        runner.keeps_process = True
-        failing, good = runner.cases
-        lines = [runner.line(case) for case in (good, failing, good)]
+    settings, ids = Bench(["lazy"], [32], max_rows=50, epoch_share=1e-5, seconds=0.0), CriteoIds(max_rows=50)
+    file = tmp_path / "last.npy"
+    np.save(file, run_ids(ids, settings.samples))
+    failing, good = with_a_failure(settings, ids, file)
+    combinations = [Combination({}, case.config, measure, (case,), 0) for case in (good, failing, good)]
+    lines = list(measured_lines(combinations, keeps_process=True))
     assert ["error" in line for line in lines] == [False, True, False]
     assert all(line["host_ms"] > 0 for line in lines if "error" not in line)
 
@@ -209,7 +218,7 @@ def test_a_profile_that_fails_leaves_the_times(monkeypatch, caplog):
     monkeypatch.setattr(parts, "profile_steps", fail)
     dense = {"kernel": torch.nn.Parameter(torch.ones(4, 4))}
     speeds = parts.speed(8, [0.5, 0.25, 0.25])
-    floor, rest = parts.step_values(speeds, 8, lambda: None, dense, 1e3, "float32", torch.device("cpu"))
+    floor, rest = parts.step_values(speeds["step_ms"], 8, lambda: None, dense, 1e3, "float32", torch.device("cpu"))
     assert (speeds["step_ms"], rest["kernels"]) == (250, None)
     assert rest["step_parts_ms"] == dict.fromkeys(parts.PARTS)
     assert floor["roofline"]["step_ms"] > 0
