@@ -6,8 +6,7 @@ split is measured after each epoch.
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
@@ -25,30 +24,6 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan
 
 from .dataloading import Readers, even_slices
 from .state import TrainState
-
-
-@dataclass(frozen=True)
-class EpochEnd:
-    """What an epoch ends with.
-
-    Attributes:
-        epoch: number of the epoch, from 1.
-        step: training steps taken since the start of the run.
-        values: measures, by the names that the report gives them.
-    """
-
-    epoch: int
-    step: int
-    values: dict[str, Any]
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> "EpochEnd":
-        """Restores what :meth:`plain` returned."""
-        return cls(plain["epoch"], plain["step"], {key: plain[key] for key in plain if key not in ("epoch", "step")})
-
-    def plain(self) -> dict[str, Any]:
-        """The entries of the report, which checkpoints keep too."""
-        return {"epoch": self.epoch, "step": self.step, **self.values}
 
 
 class Stopped(Exception):

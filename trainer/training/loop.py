@@ -49,12 +49,14 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_line
 
 from .dataloading import Readers, even_slices, keep_resident, training_readers
-from .evaluation import EpochEnd, EpochQuality, Stopped
+from .evaluation import EpochQuality, Stopped
 from .saved_run import warm_start
 from .state import Step, TrainState
 
 AfterEpoch = Callable[[dict[str, Any]], bool]
 """Takes the measurements after an epoch, as the report lists them, and decides whether the run ends there."""
+EpochEnd = dict[str, Any]
+"""Number of an epoch, from 1, training steps taken until its end, and measures, as report and checkpoints list them."""
 MOST_SET_ASIDE = 10
 """Batches in a row that may be set aside; more of them are no fault of the data."""
 
@@ -217,7 +219,7 @@ class _EpochRun:
             raise self.trainer.interrupted() from None
         steps = self.trainer.steps
         log.write("eval", steps, epoch=self.epoch - 1, **values)
-        self.epochs.append(EpochEnd(self.epoch, steps, values))
+        self.epochs.append({"epoch": self.epoch, "step": steps, **values})
         self.say(f"epoch {self.epoch}/{self.config.train.epochs}  step {steps}  {text}")
 
     def _non_finite(self, where: str) -> Exception:
@@ -229,23 +231,22 @@ class _EpochRun:
         Decided anew in a resumed run.
         """
         patience, best = self.config.train.patience, self.best_epoch()
-        if patience and best and self.epoch - best.epoch >= patience:
+        if patience and best and self.epoch - best["epoch"] >= patience:
             return True
-        return bool(self.after_epoch and self.epochs and self.after_epoch(self.epochs[-1].plain()))
+        return bool(self.after_epoch and self.epochs and self.after_epoch(self.epochs[-1]))
 
     def best_epoch(self) -> EpochEnd | None:
         """The epoch with the best validation quality; without validation samples test quality, if the best is kept."""
         metric = self.config.checkpoint.keep_best
         if metric == "none" and self.quality.tests_each_epoch:
             return None
-        best = best_epoch([each.plain() for each in self.epochs], "logloss" if metric == "none" else metric)
-        return self.epochs[best["epoch"] - 1] if best else None
+        return best_epoch(self.epochs, "logloss" if metric == "none" else metric)
 
     def save(self) -> None:
         """Saves a checkpoint from which the epoch can be continued."""
         speed = {"samples": self.speed.samples, "seconds": self.speed.seconds}
         position = {"epoch": self.epoch, "epoch_step": self.epoch_step, "device": self.process.device.type}
-        self.trainer.save(epochs=[each.plain() for each in self.epochs], **position, **speed)
+        self.trainer.save(epochs=list(self.epochs), **position, **speed)
 
     def resume(self) -> bool:
         """Continues from the newest checkpoint of the run; False if it has none."""
@@ -259,7 +260,7 @@ class _EpochRun:
                 f' of samples; finish the epoch with train.device = "{progress.device}"'
             )
         self.epoch, self.epoch_step = progress.epoch, progress.epoch_step
-        self.epochs = [EpochEnd.of(each) for each in progress.epochs]
+        self.epochs = list(progress.epochs)
         self.speed = Speed(progress.samples, progress.seconds)
         epochs = self.config.train.epochs
         self.say(f"continuing from {latest}: step {progress.step}, {self.epoch} of {epochs} epochs done")
@@ -280,18 +281,18 @@ class _EpochRun:
                 # The best checkpoint may be damaged; then another one is loaded.
                 folder, fetch = self.trainer.checkpoints.folder, self.trainer.place.fetch
                 found = self.state.load_weights(folder, self.trainer.warn, fetch=fetch)
-                is_last = found.step != chosen.step
+                is_last = found.step != chosen["step"]
             chosen = last if is_last else self._tested(log, chosen)
-        values = {key: value for key, value in chosen.plain().items() if key not in ("step", "rows")}
-        others = {} if is_last else {"last_epoch": last.plain()}
-        return values | ({"best_epoch": best.epoch} if best else {}) | others
+        values = {key: value for key, value in chosen.items() if key not in ("step", "rows")}
+        others = {} if is_last else {"last_epoch": last}
+        return values | ({"best_epoch": best["epoch"]} if best else {}) | others
 
     def _tested(self, log: MetricsLog, end: EpochEnd) -> EpochEnd:
         """Adds the measures of the test split to those of an epoch, with whose weights the model is."""
         values, text = self.quality.measure_test(self.state)
-        log.write("test", self.trainer.steps, epoch=end.epoch - 1, **values)
-        self.say(f"epoch {end.epoch}  step {end.step}  {text}")
-        return dataclasses.replace(end, values=end.values | values)
+        log.write("test", self.trainer.steps, epoch=end["epoch"] - 1, **values)
+        self.say(f"epoch {end['epoch']}  step {end['step']}  {text}")
+        return end | values
 
     def report(self, quality: dict[str, Any]) -> dict[str, Any]:
         """Summarizes the run, whose quality is given."""
@@ -303,7 +304,7 @@ class _EpochRun:
             "train_seconds": self.speed.seconds,
             "best_possible": dict(best_possible) if best_possible else None,
             "world_size": self.process.world_size,
-            "epochs": [each.plain() for each in self.epochs],
+            "epochs": self.epochs,
             **({"batch_ramp": self.plan.ramp.sizes} if self.config.train.batch_ramp else {}),
             **self.trainer.report(),
         }
