@@ -33,7 +33,7 @@ def resume(device: torch.device) -> dict[str, Any]:
         batches = [samples.take(each).batch(schema, size).to(device) for each in torch.arange(len(rows)).split(size)]
         plan = RunPlan.of(config, schema, process, schedule=Schedule(2 * steps))
         run, resumed = TrainState(plan), TrainState(plan)
-        checkpoints = Checkpoints(RunPlace(Path(folder), resume=True), CheckpointConfig(), process, print)
+        checkpoints = Checkpoints(RunPlace(Path(folder), resume=True), CheckpointConfig(), process)
         for each in batches[:steps]:
             run.step(iter([each]))
         run.save(checkpoints, Progress(run.steps, device=device.type))

@@ -47,7 +47,7 @@ def test_a_state_on_a_gpu_is_saved_and_read_back(tmp_path: Path) -> None:
     rows = torch.arange(12.0).view(3, 4)
     state = {"table": placed_on_a_gpu(rows), "weight": rows.sum()}
     place = RunPlace(tmp_path, resume=True)
-    checkpoints = Checkpoints(place, CheckpointConfig(), Process(0, 1, 1, False, GPU), print)
+    checkpoints = Checkpoints(place, CheckpointConfig(), Process(0, 1, 1, False, GPU))
     checkpoints.save(state, Progress(7), {})
     checkpoints.abandon()  # waits; a collective of the default group would need the GPU
     dist.destroy_process_group()

@@ -120,7 +120,6 @@ class Checkpoints:
 
     Args:
         place: of the run, to which checkpoints are uploaded while training continues.
-        say: receives a warning when a checkpoint could not be written.
         lost: returns which processes are lost, see `Heartbeat.lost`; asked where the others keep this one waiting.
 
     Attributes:
@@ -133,12 +132,11 @@ class Checkpoints:
         place: RunPlace,
         config: CheckpointConfig,
         process: Process,
-        say: Callable[[str], None],
         lost: Callable[[], str] = lambda: "",
     ):
         self.latest: Path | None = None
         self.folder = place.folder / CHECKPOINTS
-        self._place, self._config, self._process, self._say, self._lost = place, config, process, say, lost
+        self._place, self._config, self._process, self._lost = place, config, process, lost
         # The writing threads need their own group: their collectives must not interleave with the model's, and are on
         # the CPU, which the default group of a single GPU does not reach.
         own = process.world_size > 1 or process.device.type == "cuda"
@@ -168,7 +166,7 @@ class Checkpoints:
         Raises:
             ValueError: all checkpoints are damaged, or one is of another format.
         """
-        found = find_checkpoint(self.folder, self._process, self._say, fetch=self._place.fetch)
+        found = find_checkpoint(self.folder, self._process, fetch=self._place.fetch)
         if found:
             self.latest = found[0]
         return found
@@ -270,7 +268,8 @@ class Checkpoints:
         except (CheckpointException, Exception) as error:
             last = f"the last good checkpoint is {self.latest}" if self.latest else "there is no earlier one"
             self._failure = f"the checkpoint of step {step} could not be written ({_cause(error)}); {last}"
-            self._say(f"warning: {self._failure}")
+            if self._process.is_first:
+                logger.warning(f"warning: {self._failure}")
 
 
 class _CpuStager(AsyncStager):
@@ -395,7 +394,6 @@ def all_present(path: Path, names: Collection[str]) -> None:
 def find_checkpoint(
     folder: Path,
     process: Process,
-    say: Callable[[str], None],
     *,
     best_by: str | None = None,
     step: int | None = None,
@@ -403,10 +401,9 @@ def find_checkpoint(
 ) -> tuple[Path, Progress] | None:
     """Newest intact checkpoint of a run, or another one; None where there is none. All processes call together.
 
-    Each process verifies a part of the files.
+    Each process verifies a part of the files. The first one warns of each checkpoint that is skipped.
 
     Args:
-        say: receives a message for each checkpoint that is skipped.
         best_by: "auc" or "logloss": first the checkpoint after the best epoch, if an epoch has ended.
 
     Raises:
@@ -444,7 +441,7 @@ def find_checkpoint(
         except Damaged as error:
             damaged.append(error)
             if following and process.is_first:
-                say(f"{error}; taking {folder / following} instead")
+                logger.warning(f"{error}; taking {folder / following} instead")
     if damaged:
         raise ValueError(f"no checkpoint of {folder} can be used: {'; '.join(map(str, damaged))}")
     return None
@@ -470,12 +467,7 @@ def _error_of_part(path: Path, files: Files, process: Process, fetch: Fetch) -> 
 
 
 def choose_checkpoint(
-    folder: Path,
-    keep_best: str,
-    checkpoint: str,
-    process: Process,
-    say: Callable[[str], None],
-    fetch: Fetch = all_present,
+    folder: Path, keep_best: str, checkpoint: str, process: Process, fetch: Fetch = all_present
 ) -> tuple[Path, Progress]:
     """The checkpoint whose weights a command uses, which the first process logs. All processes call together.
 
@@ -496,7 +488,7 @@ def choose_checkpoint(
         )
     is_best = keep_best != "none" and checkpoint in ("", "best")
     step = int(checkpoint) if checkpoint.isdecimal() else None
-    found = find_checkpoint(folder, process, say, best_by=keep_best if is_best else None, step=step, fetch=fetch)
+    found = find_checkpoint(folder, process, best_by=keep_best if is_best else None, step=step, fetch=fetch)
     if found is None:
         raise ValueError(f"no checkpoint in {folder}; train the run first")
     path, progress = found

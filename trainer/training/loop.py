@@ -280,7 +280,7 @@ class _EpochRun:
             if not is_last:
                 # The best checkpoint may be damaged; then another one is loaded.
                 folder, fetch = self.trainer.checkpoints.folder, self.trainer.place.fetch
-                found = self.state.load_weights(folder, self.trainer.warn, fetch=fetch)
+                found = self.state.load_weights(folder, fetch=fetch)
                 is_last = found.step != chosen["step"]
             chosen = last if is_last else self._tested(log, chosen)
         values = {key: value for key, value in chosen.items() if key not in ("step", "rows")}
@@ -371,7 +371,7 @@ class Trainer:
         self.set_aside = self._set_aside_in_a_row = 0
         self._set_aside_for = ""
         self._heartbeat, self._losses = Heartbeat(process), LossWatch(process)
-        self.checkpoints = Checkpoints(place, config.checkpoint, process, self.warn, self._heartbeat.lost)
+        self.checkpoints = Checkpoints(place, config.checkpoint, process, self._heartbeat.lost)
 
     @property
     def steps(self) -> int:

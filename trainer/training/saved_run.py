@@ -165,7 +165,7 @@ def trained_state(
         ValueError: the folder has no usable checkpoint.
     """
     state = TrainState(RunPlan.of(*run, process))
-    return state, state.load_weights(run_dir / CHECKPOINTS, logger.warning, checkpoint)
+    return state, state.load_weights(run_dir / CHECKPOINTS, checkpoint)
 
 
 def run_of(run_dir: Path) -> tuple[RunConfig, Schema]:

@@ -1,6 +1,6 @@
 """State of training: a sharded model with its optimizers and id tables, the training step, and how it is saved."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -263,9 +263,7 @@ class TrainState:
             self.clip_watch.add_earlier(progress.clip)
         return progress
 
-    def load_weights(
-        self, folder: Path, say: Callable[[str], None], checkpoint: str = "", fetch: Fetch = all_present
-    ) -> Progress:
+    def load_weights(self, folder: Path, checkpoint: str = "", fetch: Fetch = all_present) -> Progress:
         """Loads tables, network and id tables of an intact checkpoint, to use or export the model; says which it is.
 
         Args:
@@ -277,7 +275,7 @@ class TrainState:
             ValueError: there is no such checkpoint, all are damaged, or they do not fit the model.
         """
         keep_best = self._config.checkpoint.keep_best
-        path, progress = choose_checkpoint(folder, keep_best, checkpoint, self._process, say, fetch)
+        path, progress = choose_checkpoint(folder, keep_best, checkpoint, self._process, fetch)
         self._begin_stages_before(progress.step)
         with readable(path), self._as_stored():
             state = self._weights(progress.step)

@@ -251,7 +251,7 @@ def test_a_checkpoint_without_a_shard_is_not_sealed(tmp_path: Path) -> None:
     """Something removes a shard, or another host has it, while the checkpoint is being written."""
     one = Process(0, 1, 1, False, torch.device("cpu"))
     with process_group(0, 1, str(tmp_path)):
-        checkpoints = Checkpoints(RunPlace(tmp_path / "run", resume=True), CheckpointConfig(), one, print)
+        checkpoints = Checkpoints(RunPlace(tmp_path / "run", resume=True), CheckpointConfig(), one)
         state = {"weight": torch.ones(3)}
         checkpoints.save(state, Progress(1), {})
         checkpoints.save(state, Progress(2), {}, lambda partial: (partial / "__0_0.distcp").unlink())

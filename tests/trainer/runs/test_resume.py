@@ -190,12 +190,11 @@ def test_damage_is_reported_and_the_checkpoint_before_is_used(
 ) -> None:
     copy = shutil.copytree(uninterrupted, tmp_path / "copy")
     DAMAGES[message](copy / "checkpoints" / "step_000000010")
-    said = list[str]()
     with process_group("cpu") as process:
-        found = find_checkpoint(copy / "checkpoints", process, said.append)
+        found = find_checkpoint(copy / "checkpoints", process)
     assert found is not None
     assert found[0].name == "step_000000009"
-    (line,) = said
+    (line,) = caplog.messages
     assert all(part in line for part in ("step_000000010 is damaged", message, "step_000000009 instead"))
     if message != CHECKSUM:
         return
@@ -215,12 +214,12 @@ def test_a_flipped_bit_in_a_manifest_is_harmless_or_noticed(uninterrupted: Path,
     manifest, skipped = copy / "step_000000010" / "checkpoint.json", 0
     content = manifest.read_bytes()
     with process_group("cpu") as process:
-        intact, before = (find_checkpoint(copy, process, print, step=step) for step in (10, 9))
+        intact, before = (find_checkpoint(copy, process, step=step) for step in (10, 9))
         for bit in random.Random(0).sample(range(8 * len(content)), 1000):
             changed = bytearray(content)
             changed[bit // 8] ^= 1 << bit % 8
             manifest.write_bytes(changed)
-            found = find_checkpoint(copy, process, lambda _: None)
+            found = find_checkpoint(copy, process)
             assert found in (before, intact), bit
             skipped += found == before
     assert skipped > 500  # the others changed the space between two values
@@ -326,7 +325,7 @@ def test_a_checkpoint_that_replaces_one_of_its_step_outlasts_a_kill(uninterrupte
     incomplete = shutil.copytree(checkpoints / "step_000000009", checkpoints / "step_000000011.partial")
     (incomplete / "checkpoint.json").unlink()
     with process_group("cpu") as process:
-        Checkpoints(RunPlace(copy, resume=True), CheckpointConfig(), process, print).clean()
+        Checkpoints(RunPlace(copy, resume=True), CheckpointConfig(), process).clean()
     assert not list(checkpoints.glob("*.partial"))
     assert [each.name for each in list_checkpoints(checkpoints)][-2:] == ["step_000000009", "step_000000010"]
 

@@ -230,9 +230,9 @@ def write(rank: int, folder: Path, port: int, end: str) -> None:
         return original(*arguments, **settings)
 
     with trainer_process_group("cpu", TIMEOUT) as process:
-        heartbeat, warnings = Heartbeat(process), []
+        heartbeat = Heartbeat(process)
         place = RunPlace(folder, resume=True)
-        checkpoints = Checkpoints(place, CheckpointConfig(), process, warnings.append, heartbeat.lost)
+        checkpoints = Checkpoints(place, CheckpointConfig(), process, heartbeat.lost)
         with patch.object(FileSystemWriter, "write_data", late if rank else original):
             try:
                 with heartbeat.names_the_lost():
@@ -241,7 +241,7 @@ def write(rank: int, folder: Path, port: int, end: str) -> None:
             except ProcessLost as error:
                 (folder / "error").write_text(str(error))
                 os._exit(7)
-        assert (not warnings, checkpoints.latest is not None) == (True, rank == 0)
+        assert (checkpoints._failure, checkpoints.latest is not None) == (None, rank == 0)
 
 
 def test_a_slow_process_is_waited_for(tmp_path: Path) -> None:
