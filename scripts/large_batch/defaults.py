@@ -141,7 +141,7 @@ def train_cowrec(
         schedule = Schedule.of_epochs(config.optimizer, len(read.train), epochs * len(read.train), Schedule().ramp)
         state = TrainState(RunPlan.of(config, read.train.schema, process, schedule=schedule))
         for epoch in range(epochs):
-            batches = state.ids.training_batches(read.train.epoch(epoch))
+            batches = map(state.ids.training, read.train.epoch(epoch))
             for _ in range(read.train.steps(epoch)):
                 state.step(batches)
             for name in found:

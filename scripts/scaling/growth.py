@@ -31,7 +31,7 @@ from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.training.dataloading import even_slices, keep_resident, training_readers
+from cowrec.trainer.training.dataloading import keep_resident, training_readers
 from cowrec.trainer.training.evaluation import evaluate
 from cowrec.trainer.training.loop import Trainer
 
@@ -118,7 +118,7 @@ def _phases(folder: Path) -> None:
 def _train(trainer: Trainer, reader: Any, phases: dict[str, Any]) -> None:
     ids = [batch.sparse for batch in reader.epoch(0)]
     distinct = [sum(len(each[key].values().unique()) for key in each.keys()) for each in ids]  # noqa: SIM118
-    batches = trainer.state.ids.training_batches(even_slices(reader.epoch(0), 1))
+    batches = map(trainer.state.ids.training, reader.epoch(0))
     for name, steps in (("first steps", FIRST), ("steps", STEPS - FIRST)):
         with metered() as phases[name]:
             for _ in range(steps):

@@ -168,7 +168,7 @@ class _Run:
             self._state = TrainState(RunPlan.of(config, self._schema, self._process, schedule=Schedule(100)))
         self._losses = LossWatch(self._process)
         size = config.train.batch_size // self._process.world_size
-        self._batches = self._state.ids.training_batches(self._epoch(size))
+        self._batches = map(self._state.ids.training, self._epoch(size))
         self._watch, self._launches, self._graph = DeviceWatch(), launches, _Record([], [])
         self._reads, self._size = ReadWatch(), size
 

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from cowrec.data_pipeline.files import append_line, earlier, replace_file
 from cowrec.trainer.runtime.errors import Interrupted
 
 from .run_dir import BOARD, METRICS, to_json
-from .trackers import Tracking
+from .trackers import Tracking, flattened
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,8 @@ class MetricsLog:
         if self._path is None:
             return
         line = to_json({"kind": kind, "step": step, "time": time.time(), **values}) + "\n"
-        numbers = dict(_scalars(kind, values))
+        flat = flattened(values, f"{kind}/", "/")
+        numbers = {key: value for key, value in flat.items() if isinstance(value, int | float)}
         try:
             self._write_files(self._path, line.encode(), step, numbers)
             self._drops = False
@@ -100,12 +101,3 @@ def _drop_after(metrics: Path, step: int) -> None:
         if line.endswith("\n") and json.loads(line)["step"] <= step:
             kept.append(line)
     replace_file(metrics, "".join(kept).encode())
-
-
-def _scalars(tag: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields (tag/key, number) of nested mappings; leaves out lists."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _scalars(f"{tag}/{key}", value)
-        elif isinstance(value, int | float):
-            yield f"{tag}/{key}", value

@@ -197,12 +197,12 @@ def without_secrets(text: str) -> str:
     return re.sub(r"://[^/@\s]+@", "://***@", text)
 
 
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, by keys joined with dots; texts without credentials."""
+def flattened(values: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
+    """Nested mappings as one, by keys after the prefix, joined with the separator; texts without credentials."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            flat |= flattened(value, f"{prefix}{key}.")
+            flat |= flattened(value, f"{prefix}{key}{separator}", separator)
         else:
             flat[prefix + key] = without_secrets(value) if isinstance(value, str) else value
     return flat

@@ -3,7 +3,6 @@
 B samples, F keys of fields, V ids of a batch.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -91,11 +90,6 @@ class IdTranslation:
         assert self._row_init is not None
         self._row_init.reset(new_rows)
         return _with_rows(batch, rows)
-
-    def training_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yields batches translated by :meth:`training`, each when it is asked for."""
-        for batch in batches:
-            yield self.training(batch)
 
     def lookup(self, batch: Batch) -> Batch:
         """Translates a batch without changing anything; unknown and expired ids become OUT_OF_VOCABULARY."""

@@ -280,31 +280,27 @@ def _bytes(table: EmbeddingBagConfig) -> int:
 SHARDING = "sharding.json"
 
 
-def describe_sharding(model: DistributedModelParallel) -> dict[str, Any]:
-    """Describes the plan of a sharded model; the same on all ranks.
+def describe_sharding(model: DistributedModelParallel, bags: Sequence[EmbeddingBagConfig]) -> dict[str, Any]:
+    """Describes the plan of a sharded model with these tables; the same on all ranks.
 
     Returns:
         ``{"ranks": P, "bytes_of_rank": [P], "tables": {name: {"kind", "rows", "columns", "bytes_of_rank": {rank:
         bytes}}}}``, largest table first. Bytes count the float32 weights; Adam's moments take twice as much again.
     """
     world_size = dist.get_world_size()
-    tables: dict[str, Any] = {}
+    tables, of_bag = dict[str, Any](), {each.name: each for each in bags}
     rank_bytes = [0] * world_size
     for part in model.plan.plan.values():
         for name, sharding in part.items():
-            held: dict[int, int] = {}
+            held: Counter[int] = Counter()
             if sharding.sharding_spec is None:  # data-parallel
-                rows, columns = _table_size(model, name)
-                held = dict.fromkeys(range(world_size), 4 * rows * columns)
-            else:
-                shards = sharding.sharding_spec.shards
-                rows, columns = (max(s.shard_offsets[d] + s.shard_sizes[d] for s in shards) for d in (0, 1))
-                for shard in shards:
-                    rank = shard.placement.rank()
-                    held[rank] = held.get(rank, 0) + 4 * shard.shard_sizes[0] * shard.shard_sizes[1]
+                held.update(dict.fromkeys(range(world_size), _bytes(of_bag[name])))
+            for shard in sharding.sharding_spec.shards if sharding.sharding_spec else ():
+                held[shard.placement.rank()] += 4 * shard.shard_sizes[0] * shard.shard_sizes[1]
             for rank, size in held.items():
                 rank_bytes[rank] += size
-            size_of = {"rows": rows, "columns": columns, "bytes_of_rank": held}
+            rows, columns = of_bag[name].num_embeddings, of_bag[name].embedding_dim
+            size_of = {"rows": rows, "columns": columns, "bytes_of_rank": dict(held)}
             tables[shown_name(name)] = {"kind": sharding.sharding_type, **size_of}
     largest_first = dict(sorted(tables.items(), key=lambda each: -each[1]["rows"] * each[1]["columns"]))
     return {"ranks": world_size, "bytes_of_rank": rank_bytes, "tables": largest_first}
@@ -322,10 +318,3 @@ def sharding_line(description: Mapping[str, Any]) -> str:
 def save_sharding(run_dir: Path, description: Mapping[str, Any]) -> None:
     """Writes the description into the run's folder."""
     (run_dir / SHARDING).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
-
-
-def _table_size(model: DistributedModelParallel, table: str) -> tuple[int, int]:
-    """Rows and columns of a data-parallel table."""
-    found = [value for key, value in model.named_parameters() if key.endswith(f".embedding_bags.{table}.weight")]
-    rows, columns = found[0].shape
-    return rows, columns

@@ -93,7 +93,7 @@ class MeanLoss(nn.Module):
         """The loss, a scalar, and the logits, [B] or [B, T], of logits of B or more samples."""
         if self.tell_samples:
             self.tell_samples(round(batch.global_batch_size / batch.share))
-        if self._world_size > 1:  # samples after the last label are padding; see even_slices
+        if self._world_size > 1:  # samples after the last label are padding; see even_slice
             logits = logits[: len(batch.label)]
         if self._num_tasks > 1:
             return self._of_tasks(logits, batch), logits

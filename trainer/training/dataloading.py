@@ -1,7 +1,6 @@
 """Readers of a training run, checked before training starts, and padding of their batches to even slices."""
 
 import dataclasses
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -88,12 +87,6 @@ def training_readers(plan: RunPlan) -> Readers:
     elif validation_rows:
         validation = evaluation("train", rows=range(plan.train_rows, rows))
     return Readers(train, validation, evaluation("test"))
-
-
-def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:
-    """Yields slices of global batches as :func:`even_slice` makes them."""
-    for batch in batches:
-        yield even_slice(batch, world_size)
 
 
 def even_slice(batch: Batch, world_size: int) -> Batch:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cowrec.data_pipeline import Batch, Reader
@@ -22,7 +21,7 @@ from cowrec.trainer.measures.segments import THIRDS, id_count_thirds, newest_sam
 from cowrec.trainer.runtime.processes import from_first, gathered
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 
-from .dataloading import Readers, even_slices
+from .dataloading import Readers, even_slice
 from .state import TrainState
 
 
@@ -165,9 +164,9 @@ def predictions(state: TrainState, reader: Reader, stop: Stop = _never) -> Itera
     others: deque[tuple[Tensor | None, Tensor | None]] = deque()  # of the batches that the pipeline has taken
 
     def batches() -> Iterator[Batch]:
-        for batch in even_slices(reader.epoch(0), dist.get_world_size()):
+        for batch in reader.epoch(0):
             others.append((batch.weight, batch.true_logit))
-            yield state.ids.lookup(batch)
+            yield state.ids.lookup(even_slice(batch, state.plan.process.world_size))
 
     taken = batches()
     state.pipeline.reset()

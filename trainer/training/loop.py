@@ -48,7 +48,7 @@ from cowrec.trainer.runtime.stopping import Heartbeat, LossWatch, StopRequest, i
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_line
 
-from .dataloading import Readers, even_slices, keep_resident, training_readers
+from .dataloading import Readers, even_slice, keep_resident, training_readers
 from .evaluation import EpochQuality, Stopped
 from .saved_run import warm_start
 from .state import Step, TrainState
@@ -151,8 +151,8 @@ class _EpochRun:
     def train_epoch(self, log: MetricsLog, stop: StopRequest) -> None:
         """Trains to the end of the epoch. Only steps after which metrics are written wait for the device."""
         steps = self.reader.steps(self.epoch)
-        slices = even_slices(self.reader.epoch(self.epoch, self.epoch_step), self.process.world_size)
-        batches = self.state.ids.training_batches(slices)
+        slices = self.reader.epoch(self.epoch, self.epoch_step)
+        batches = (self.state.ids.training(even_slice(each, self.process.world_size)) for each in slices)
         self.state.pipeline.reset()
         self.speed.start(self._done())
         while self.epoch_step < steps:
@@ -367,7 +367,7 @@ class Trainer:
         self.config, self.process = config, process = plan.config, plan.process
         on_first(process, lambda: require_trackers(config.train.trackers))
         self.state = TrainState(plan, on_nonfinite, reads_ahead=reads_ahead)
-        self.sharding = describe_sharding(self.state.model)
+        self.sharding = describe_sharding(self.state.model, plan.bags)
         self.set_aside = self._set_aside_in_a_row = 0
         self._set_aside_for = ""
         self._heartbeat, self._losses = Heartbeat(process), LossWatch(process)

@@ -11,7 +11,7 @@ from cowrec.data_pipeline import MISSING, PrepareConfig, Reader, Schema, SparseF
 from cowrec.data_pipeline.dataset.shards import block_from_table
 from cowrec.data_pipeline.encoding import raw_ids
 from cowrec.data_pipeline.raw.values import as_times
-from cowrec.trainer.training.dataloading import even_slices
+from cowrec.trainer.training.dataloading import even_slice
 from raw_cases import fnv_splitmix, read_split, write_timed
 
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -49,7 +49,7 @@ def test_ids_are_hashes_and_times_are_seconds(tmp_path):
         assert tags == [[signed(tag) for tag in row["tags"]] for row in rows[:150]]
     # Moving and padding a batch keeps its time.
     reader = Reader(tmp_path / "out", "train", batch_size=31, rank=0, world_size=2)
-    batch, padded = next(reader.epoch(0)), next(even_slices(reader.epoch(0), 2))
+    batch, padded = next(reader.epoch(0)), even_slice(next(reader.epoch(0)), 2)
     assert padded.sparse.stride() == len(batch.label) + 1
     assert padded.time.tolist() == batch.time.tolist() == batch.to(torch.device("cpu")).time.tolist()
     assert padded.sparse.values().dtype == torch.int64

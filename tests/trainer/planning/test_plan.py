@@ -71,7 +71,7 @@ def _train(rank: int, folder: Path, port: int, processes: int) -> None:
         for name in CASES:
             plan = run_plan(folder, name, process)
             state = TrainState(plan)
-            batches = state.ids.training_batches(training_readers(plan).train.epoch(0))
+            batches = map(state.ids.training, training_readers(plan).train.epoch(0))
             with Traffic() as traffic:
                 state.step(iter([next(batches)]))
             assert state.adam

@@ -52,7 +52,7 @@ def test_a_batch_is_translated_directly_before_its_step(folder: Path) -> None:
         reader = Reader(folder / "single" / "data", "train", batch_size=51)
         state = TrainState(RunPlan.of(config, reader.schema, process, schedule=Schedule()))
         assert state.id_tables is not None
-        batches, seen = state.ids.training_batches(reader.epoch(0)), 0
+        batches, seen = map(state.ids.training, reader.epoch(0)), 0
         for batch in reader.epoch(0):
             state.step(batches)
             seen += int((batch.sparse.values() > 1).sum())

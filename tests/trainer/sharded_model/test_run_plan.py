@@ -93,7 +93,7 @@ def test_a_fused_optimizer_follows_the_decay_and_the_rates_of_tables(folder: Pat
         with process_group("cpu") as process:
             reader = Reader(folder / "data", "train", batch_size=51)
             state = TrainState(RunPlan.of(config, reader.schema, process, schedule=schedule))
-            batches = state.ids.training_batches(reader.epoch(0))
+            batches = map(state.ids.training, reader.epoch(0))
             lookups = find_lookups(state.model)[0]
             assert sorted(shard.name for lookup in lookups for shard in lookup.shards) == ["city", "tags"]
             start = {name: gathered_table(each, process).clone() for name, each in tables_of(state.model).items()}

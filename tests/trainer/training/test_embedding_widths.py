@@ -84,7 +84,7 @@ def test_a_run_equals_plain_pytorch(tmp_path: Path, absent_rows: str) -> None:
         assert sum(each.numel() for each in plain.dense.values()) == (3 + 9) * DIM + hidden + 8 + 1 + 1
         for batch in reader.epoch(0):
             plain.step(batch)
-        batches = state.ids.training_batches(reader.epoch(0))
+        batches = map(state.ids.training, reader.epoch(0))
         for _ in range(5):
             state.step(batches)
         for name, expected in plain.tables.items():
