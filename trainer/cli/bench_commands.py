@@ -15,9 +15,9 @@ from .flags import (
     RunToml,
     TrainData,
     load_run,
+    output_flag,
     parse_counts,
     parse_list,
-    parse_local,
     parse_table_rows,
 )
 
@@ -37,9 +37,7 @@ def plan(
     device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Kind of device.")] = "cuda",
     memory_gb: Annotated[float, typer.Option(min=0.001, help="Memory of a GPU.")] = 80.0,
     host_memory_gb: Annotated[float, typer.Option(min=0.001, help="Memory of a host.")] = 2000.0,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", parser=parse_local, help="Also write the plan as JSON.")
-    ] = None,
+    output: Annotated[Path | None, output_flag("Also write the plan as JSON.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Plans a run on a cluster before it is rented: memory and traffic of each rank, and what does not fit.
@@ -91,10 +89,7 @@ def _table(kinds: list[Any], sizes: list[dict[str, int]], unit: float) -> str:
 @app.command()
 def bench(
     context: typer.Context,
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", parser=parse_local, help="JSON lines file to write; it must not exist."),
-    ] = Path("bench.jsonl"),
+    output: Annotated[Path, output_flag("JSON lines file to write; it must not exist.")] = Path("bench.jsonl"),
     preset: Annotated[
         str,
         typer.Option(

@@ -12,7 +12,7 @@ import typer
 from tqdm import tqdm
 from typer.core import TyperCommand
 
-from .flags import count_flag, parse_local
+from .flags import count_flag, output_flag
 
 app = typer.Typer()
 schema = typer.Typer(no_args_is_help=True, help="Describes the columns of raw files, for `prepare tabular --schema`.")
@@ -55,9 +55,7 @@ def _one_flag_per_input(args: Sequence[str]) -> Iterator[str]:
 @schema.command()
 def infer(
     file: Annotated[Path, typer.Argument(help="Raw file: text, plain or compressed, Parquet or Arrow.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="TOML file to write; it must not exist. [stdout]")
-    ] = None,
+    output: Annotated[Path | None, output_flag("TOML file to write; it must not exist. [stdout]")] = None,
     label: Annotated[str, typer.Option(help="Column of the label. [one of two values]")] = "",
 ) -> None:
     """Writes a commented schema file from the first rows of a raw file, and says in it what is unsure.
@@ -158,7 +156,7 @@ def prepare(
 
 @app.command()
 def synthesize(
-    output: Annotated[Path, typer.Option("--output", "-o", parser=parse_local, help="Folder to write.")],
+    output: Annotated[Path, output_flag("Folder to write.")],
     rows: Annotated[int, count_flag("Training samples.")] = 1_000_000,
     test_rows: Annotated[int, count_flag("Test samples.")] = 100_000,
     seed: Annotated[int, typer.Option(help="Seed of model and samples.")] = 0,

@@ -14,6 +14,11 @@ def count_flag(help: str) -> Any:
     return typer.Option(parser=_count, metavar="COUNT", help=help)
 
 
+def output_flag(help: str) -> Any:
+    """The flag of a local file or folder to write."""
+    return typer.Option("--output", "-o", parser=parse_local, help=help)
+
+
 def _count(text: str | int) -> int:
     try:
         return text if isinstance(text, int) else parse_count(text, "a count")

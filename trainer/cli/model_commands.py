@@ -9,7 +9,7 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_rank, show_log
 
-from .flags import LogForm, count_flag, parse_local
+from .flags import LogForm, count_flag, output_flag
 
 app = typer.Typer()
 
@@ -59,12 +59,7 @@ def evaluate(
 def predict(
     run_dir: RunDir,
     data: RunData,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", parser=parse_local, help="Parquet or .csv file to write; an existing one is replaced."
-        ),
-    ],
+    output: Annotated[Path, output_flag("Parquet or .csv file to write; an existing one is replaced.")],
     split: Annotated[str, typer.Option(help="Split to read: test, train, validation.")] = "test",
     checkpoint: Checkpoint = "",
 ) -> None:

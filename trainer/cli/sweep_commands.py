@@ -14,9 +14,9 @@ from .flags import (
     TrainData,
     count_flag,
     load_run,
+    output_flag,
     parse_counts,
     parse_list,
-    parse_local,
     parse_range,
 )
 
@@ -30,10 +30,7 @@ def sweep(
     config: RunToml,
     batch_sizes: Annotated[str, typer.Option(help="Batch sizes, such as 1K,8K,64K.")],
     data: TrainData = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", parser=parse_local, help="Folder, new or to continue. [sweeps/NAME]"),
-    ] = None,
+    output: Annotated[Path | None, output_flag("Folder, new or to continue. [sweeps/NAME]")] = None,
     rules: Annotated[
         str | None,
         typer.Option(help="Scaling rules, separated by commas. [the TOML file's rule, and cowclip,linear,none]"),
@@ -73,10 +70,7 @@ def tune(
     config: RunToml,
     batch_size: Annotated[int, count_flag("Batch size to tune at, such as 256 or 1K.")],
     data: TrainData = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", parser=parse_local, help="Folder, new or to continue. [tunings/NAME]"),
-    ] = None,
+    output: Annotated[Path | None, output_flag("Folder, new or to continue. [tunings/NAME]")] = None,
     trials: Annotated[int, count_flag("Trials of the study, pruned and failed ones included.")] = 20,
     embedding_lr: Annotated[str | None, typer.Option(help=_RANGE)] = None,
     dense_lr: Annotated[str | None, typer.Option(help=_RANGE)] = None,

@@ -17,6 +17,7 @@ from .flags import (
     TrainData,
     load_run,
     new_run_dir,
+    output_flag,
 )
 
 app = typer.Typer()
@@ -29,9 +30,7 @@ def init(
     preset: Annotated[
         str, typer.Option("--for", help="What to begin with: own-data, or a shipped configuration such as criteo.")
     ] = "own-data",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write, a new one. [standard output]")
-    ] = None,
+    output: Annotated[Path | None, output_flag("File to write, a new one. [standard output]")] = None,
 ) -> None:
     """Writes a run file with every key, its description and its default, as comments.
 
@@ -121,7 +120,7 @@ def online(
 @app.command()
 def plot(
     runs: Annotated[list[str], typer.Argument(help="Folders of runs, finished or not; paths or s3://BUCKET/RUN.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="PNG, SVG or PDF file to write.")] = Path("runs.png"),
+    output: Annotated[Path, output_flag("PNG, SVG or PDF file to write.")] = Path("runs.png"),
 ) -> None:
     """Draws the curves of one or several runs in one figure, and prints a table of their quality.
 
