@@ -56,8 +56,15 @@ class Runs:
             Interrupted: the subprocess or this process was asked to stop, which is no failure of the run.
         """
         folder = self.folder_of(name)
-        if not (folder / REPORT).exists():
-            train_in(self._process, config, folder, after_epoch)
+        if not (folder / CONFIG).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # killed before it had begun
+        try:
+            ended = (folder / REPORT).exists() or self._process.call(train_here, config, folder, after_epoch)
+        except KeyboardInterrupt:
+            ended = False
+        if not ended:
+            self._process.close()
+            raise Interrupted(f"stopped in run {name}; the same command continues there")
         self.remove_checkpoints(name)
         report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         return report
@@ -109,24 +116,8 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def train_in(
-    process: Subprocess, config: RunConfig, run_dir: Path, after_epoch: AfterEpoch | None = None
-) -> dict[str, Any]:
-    """Trains a run in a subprocess, as :meth:`Runs.train` does. Returns its report."""
-    if not (run_dir / CONFIG).exists():
-        shutil.rmtree(run_dir, ignore_errors=True)  # killed before it had begun
-    try:
-        report = process.call(_train_here, config, run_dir, after_epoch)
-    except KeyboardInterrupt:
-        report = None
-    if report is None:
-        process.close()
-        raise Interrupted(f"stopped in run {run_dir.name}; the same command continues there")
-    return report
-
-
-def _train_here(config: RunConfig, run_dir: Path, after_epoch: AfterEpoch | None) -> dict[str, Any] | None:
-    """Trains in this process. Returns the report, or None if the run was interrupted."""
+def train_here(config: RunConfig, run_dir: Path, after_epoch: AfterEpoch | None = None) -> bool:
+    """Trains in this process. Returns False if the run was interrupted."""
     # Before and after the training loop, which handles SIGTERM itself, the signal interrupts as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # tqdm's default lock includes a semaphore, which a killed run would leave behind.
@@ -135,9 +126,10 @@ def _train_here(config: RunConfig, run_dir: Path, after_epoch: AfterEpoch | None
     if not gc.get_freeze_count():
         gc.freeze()  # what was imported is never garbage; looking through it would take longer than building a model
     try:
-        return train(config, Path(config.data.dir), run_dir, resume=True, after_epoch=after_epoch)
+        train(config, Path(config.data.dir), run_dir, resume=True, after_epoch=after_epoch)
+        return True
     except (Interrupted, KeyboardInterrupt):
-        return None
+        return False
     finally:
         # The tables of this run would otherwise be in memory together with those of the next one.
         gc.collect()

@@ -20,7 +20,7 @@ from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.sharded_model.build import unsharded_task
 from cowrec.trainer.sharded_model.run_plan import RunPlan
-from cowrec.trainer.sweep.runs import train_in
+from cowrec.trainer.sweep.runs import train_here
 from refusal import refused
 from run_comparison import assert_close, assert_same, state_of
 from trained_runs import metrics, predicted, report_of, write_network
@@ -101,7 +101,7 @@ def test_two_processes_and_a_subprocess(folder: Path, tmp_path: Path) -> None:
     assert_close(state_of(folder / "run", "model"), state_of(tmp_path / "two", "model"), rtol=1e-4, atol=1e-5)
     loaded = load_config(config, [f"data.dir={folder / 'data'}"])
     with Subprocess() as process:
-        train_in(process, loaded, tmp_path / "subprocess")
+        process.call(train_here, loaded, tmp_path / "subprocess")
     assert_same(tmp_path / "subprocess", folder / "run")
 
 
