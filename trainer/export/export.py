@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from cowrec.data_pipeline import RESERVED_ROWS, Schema
 from cowrec.data_pipeline.dataset.schema import library_versions
 from cowrec.data_pipeline.dataset.shards import new_folder
-from cowrec.data_pipeline.files import checksum, sync_folder, write_file
+from cowrec.data_pipeline.files import sync_folder, write_file
 from cowrec.data_pipeline.remote import Place
 from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.models.own_code import is_import_path
 from cowrec.sparse_opt import IdTables
 from cowrec.trainer.runs.own_code import own_code
-from cowrec.trainer.runs.remote_run import local_copy, written_folder
+from cowrec.trainer.runs.remote_run import checksums, local_copy, written_folder
 from cowrec.trainer.runs.run_dir import VOCABULARY
 from cowrec.trainer.runtime.environment import launched_world_size
 from cowrec.trainer.runtime.processes import process_group
@@ -183,7 +183,6 @@ def write_export(
         schema.save(folder)
         if vocabulary.is_dir():
             shutil.copytree(vocabulary, folder / VOCABULARY)
-        written = sorted(each for each in folder.rglob("*") if each.is_file())
         manifest = Manifest(
             config,
             precision,
@@ -191,7 +190,7 @@ def write_export(
             probe.logits_error(network, program.module()),
             step,
             sample_time,
-            {str(each.relative_to(folder)): (each.stat().st_size, checksum(each)) for each in written},
+            checksums(folder, filter(Path.is_file, folder.rglob("*"))),
             library_versions() | {"torch": torch.__version__},
             own_code("model.name", config.name) if is_import_path(config.name) else None,
         )

@@ -21,10 +21,11 @@ from torch import Tensor
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import vocabulary_file
 from cowrec.data_pipeline.encoding import one_array
-from cowrec.data_pipeline.files import checksum, write_file
+from cowrec.data_pipeline.files import write_file
 from cowrec.data_pipeline.hashing import string_buffers
 from cowrec.models import ModelConfig
 from cowrec.trainer.runs.own_code import OwnCode
+from cowrec.trainer.runs.remote_run import damage
 
 FORMAT = 1
 Precision = Literal["float32", "float16", "int8"]
@@ -109,11 +110,8 @@ class Manifest:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
             raise ValueError(f"{path} is invalid ({place}: {first['msg']}); export the model again") from error
-        for name, (size, sha256) in manifest.files.items():
-            file = folder / name
-            if not file.is_file() or file.stat().st_size != size or checksum(file) != sha256:
-                problem = "does not match its checksum" if file.is_file() else "is missing"
-                raise ValueError(f"{folder} is damaged: {name} {problem}; export the model again")
+        if found := damage(folder, manifest.files):
+            raise ValueError(f"{folder} is damaged: {found}; export the model again")
         return manifest
 
 

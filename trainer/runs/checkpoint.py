@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.futures import Future as TorchFuture
 
-from cowrec.data_pipeline.files import checksum, sync_folder, write_file
+from cowrec.data_pipeline.files import sync_folder, write_file
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runtime.processes import Process, from_first, on_first
 
-from .remote_run import MANIFEST, Files, RunPlace, checksums, rank_of
+from .remote_run import MANIFEST, Files, RunPlace, checksums, damage, rank_of
 from .run_dir import CHECKPOINTS
 
 FORMAT = 1
@@ -152,7 +152,7 @@ class Checkpoints:
 
         def remove() -> None:
             for partial in self.folder.glob(f"{_PREFIX}*{_PARTIAL}"):
-                if _is_sealed(partial) and not partial.with_suffix("").exists():
+                if isinstance(_manifest_or_error(partial), dict) and not partial.with_suffix("").exists():
                     partial.rename(partial.with_suffix(""))
                 else:
                     shutil.rmtree(partial)
@@ -314,7 +314,7 @@ def _seal(partial: Path, progress: Progress, about: dict[str, Any], keep: Checkp
     Raises:
         OSError: the disk is full or cannot be written; earlier checkpoints are not affected.
     """
-    files = {**checksums(partial.iterdir()), **elsewhere}
+    files = {**checksums(partial, partial.iterdir()), **elsewhere}
     written = {each.relative_path for each in _TensorReader(partial).read_metadata().storage_data.values()}
     if lacking := sorted(written - files.keys()):
         raise OSError(f"{partial} lacks {', '.join(lacking)}, which other processes wrote or something removed")
@@ -363,28 +363,9 @@ def _manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _is_sealed(path: Path) -> bool:
-    try:
-        return bool(_manifest(path))
-    except ValueError:
-        return False
-
-
 def _own_checksum(manifest: dict[str, Any]) -> str:
     """SHA-256 of a manifest's other entries; of their values, whatever spaces the file has."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _check_files(path: Path, files: Files) -> None:
-    """Raises Damaged if files of a checkpoint are missing or do not match their sizes and checksums."""
-    for name, (size, sha256) in files.items():
-        file = path / name
-        if not file.is_file():
-            raise Damaged(f"{path} is damaged: it has no {name}")
-        if file.stat().st_size != size:
-            raise Damaged(f"{path} is damaged: {name} has {file.stat().st_size:,} bytes instead of {size:,}")
-        if checksum(file) != sha256:
-            raise Damaged(f"{path} is damaged: {name} has another checksum than when it was written")
 
 
 def all_present(path: Path, names: Collection[str]) -> None:
@@ -460,10 +441,10 @@ def _error_of_part(path: Path, files: Files, process: Process, fetch: Fetch) -> 
     own = {name: values for name, values in files.items() if (rank_of(name) or 0) % count == process.rank}
     try:
         fetch(path, own)
-        _check_files(path, own)
-    except (Damaged, OSError) as error:
+        found = damage(path, own)
+    except OSError as error:
         return error
-    return None
+    return Damaged(f"{path} is damaged: {found}") if found else None
 
 
 def choose_checkpoint(

@@ -28,9 +28,22 @@ def rank_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def checksums(files: Iterable[Path]) -> Files:
-    """Computes what a manifest lists of files."""
-    return {each.name: [each.stat().st_size, checksum(each)] for each in sorted(files)}
+def checksums(folder: Path, files: Iterable[Path]) -> dict[str, tuple[int, str]]:
+    """Computes what a manifest lists of files of a folder."""
+    return {str(each.relative_to(folder)): (each.stat().st_size, checksum(each)) for each in sorted(files)}
+
+
+def damage(folder: Path, files: Files) -> str:
+    """What is wrong with the first file of a folder that is missing or not as a manifest lists it; "" if none is."""
+    for name, (size, sha256) in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"it has no {name}"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size:,} bytes instead of {size:,}"
+        if checksum(file) != sha256:
+            return f"{name} has another checksum than when it was written"
+    return ""
 
 
 def local_copy(
@@ -176,7 +189,7 @@ class RunPlace:
         own = list(checkpoint.glob(f"__{rank}_*"))
         within = str(checkpoint.relative_to(self.folder).with_suffix(""))
         try:
-            files = checksums(own)
+            files = checksums(checkpoint, own)
             self._remote.upload(checkpoint, list(files), within=within)
         finally:
             for each in own:

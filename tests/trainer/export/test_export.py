@@ -159,9 +159,9 @@ def test_a_changed_file_is_detected(folder: Path, tmp_path: Path) -> None:
         assert (len(written), hashlib.sha256(written).hexdigest()) == (size, sha256)
         for damaged in (written[:-1], bytes([written[0] ^ 1]) + written[1:]):
             file.write_bytes(damaged)
-            refused(f"{file.name} does not match its checksum", Manifest.load, exported)
+            refused(f"{file.name} has (.* bytes instead of|another checksum than)", Manifest.load, exported)
         file.unlink()
-        refused(f"{file.name} is missing", Manifest.load, exported)
+        refused(f"it has no {name}", Manifest.load, exported)
         file.write_bytes(written)
     Manifest.load(exported)
     refused("is not an export", Manifest.load, folder / "dcnmix")
