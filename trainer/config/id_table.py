@@ -6,8 +6,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pydantic import ConfigDict
-
 from .checks import hint, require, require_at_least
 
 IdKind = Literal["rows", "hash", "collisionless"]
@@ -27,8 +25,6 @@ class TableIds:
 
     The other attributes are those of :class:`IdConfig`.
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     fields: tuple[str, ...] = ()
     kind: IdKind | None = None

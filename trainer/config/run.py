@@ -303,10 +303,9 @@ def first_difference(there: Mapping[str, Any], given: Mapping[str, Any]) -> str 
 
 def config_from(values: Mapping[str, Any]) -> RunConfig:
     """A run's configuration from plain values. Raises ValueError naming the key, the value and the remedy."""
-    _check_keys(RunConfig, values, "")
     # Strict JSON mode requires exact types, but accepts a list for a tuple and an int for a float. Values that JSON
     # lacks (TOML's dates) become strings, which the message shows.
-    text = json.dumps(_without_none(_with_counts(RunConfig, values, "")), default=plain_value)
+    text = json.dumps(_without_none(_with_counts(RunConfig, values)), default=plain_value)
     try:
         return _adapter().validate_json(text, strict=True)
     except ValidationError as error:
@@ -320,15 +319,23 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
         raise ValueError(f"{key} = {first['input']!r}: {_lower(first['msg'])}") from None
 
 
-def _with_counts(hint: Any, value: Any, key: str) -> Any:
-    """Values in which the texts of counts, such as "64K", are numbers, where a whole number is asked for."""
-    if isinstance(value, Mapping):
-        hints = get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
-        inner = get_args(hint)[1] if get_origin(hint) is dict else None
-        return {
-            name: _with_counts(hints.get(name, inner), each, f"{key}.{name}" if key else name)
-            for name, each in value.items()
-        }
+def _with_counts(hint: Any, value: Any, key: str = "") -> Any:
+    """Values in which the texts of counts, such as "64K", are numbers, where a whole number is asked for.
+
+    Raises:
+        ValueError: a key is unknown, or has a value where it is a section.
+    """
+    prefix = f"{key}." if key else ""
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{key} = {value!r} must be a section; write {key}.KEY = VALUE")
+        hints = get_type_hints(hint)
+        for name, each in value.items():
+            if name not in hints:
+                raise ValueError(f"unknown key {prefix}{name} (= {each!r}); {_nearest_keys(name, hints, prefix)}")
+        return {name: _with_counts(hints[name], each, prefix + name) for name, each in value.items()}
+    if isinstance(value, Mapping) and get_origin(hint) is dict:
+        return {name: _with_counts(get_args(hint)[1], each, prefix + name) for name, each in value.items()}
     if isinstance(value, list) and get_origin(hint) is tuple:
         return [_with_counts(get_args(hint)[0], each, key) for each in value]
     if (key, value) == ("train.batch_size", "auto"):
@@ -342,17 +349,6 @@ def _with_counts(hint: Any, value: Any, key: str) -> Any:
 def _adapter() -> TypeAdapter[RunConfig]:
     """The validator of configurations; pydantic takes tens of milliseconds to build one."""
     return TypeAdapter(RunConfig)
-
-
-def _check_keys(kind: type, values: Mapping[str, Any], prefix: str) -> None:
-    hints = get_type_hints(kind)
-    for key, value in values.items():
-        if key not in hints:
-            raise ValueError(f"unknown key {prefix}{key} (= {value!r}); {_nearest_keys(key, hints, prefix)}")
-        if dataclasses.is_dataclass(hints[key]):
-            if not isinstance(value, Mapping):
-                raise ValueError(f"{prefix}{key} = {value!r} must be a section; write {prefix}{key}.KEY = VALUE")
-            _check_keys(hints[key], value, f"{prefix}{key}.")
 
 
 def _nearest_keys(key: str, known: Mapping[str, Any], prefix: str) -> str:
