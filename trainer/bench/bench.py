@@ -39,7 +39,6 @@ class Combination(NamedTuple):
 
     Attributes:
         about: mode, model and max_rows.
-        config: the run's configuration.
         measure: function of a module that yields values of the line as they become known.
         arguments: of that function.
         table_bytes: of tables and moments, for the message of a failure.

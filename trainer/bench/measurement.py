@@ -54,8 +54,6 @@ class Case:
     """One combination to measure.
 
     Attributes:
-        config: the run's configuration.
-        ids: the stream of ids.
         samples: samples of the stream before the measurement.
         last_samples: file with the result of :meth:`CriteoIds.last_samples` for these samples.
         max_steps: most steps to time.

@@ -32,7 +32,6 @@ class Key:
     """One key of a section.
 
     Attributes:
-        name: of the key.
         default: as TOML; "" if the key has no value unless it is set.
         text: what the key does. Keys that are described together have the same.
     """
@@ -91,11 +90,7 @@ def presets() -> list[str]:
 
 
 def run_file(preset: str = OWN_DATA) -> str:
-    """The text of a run file.
-
-    Raises:
-        ValueError: there is no such preset.
-    """
+    """The text of a run file. Raises ValueError if there is no such preset."""
     if preset not in presets():
         raise ValueError(f"--for {preset!r} is not known; {hint_at(preset, presets())}")
     above, values = _HEAD + "\n" + _OWN_DATA, dict[str, Any]()

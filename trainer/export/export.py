@@ -42,14 +42,12 @@ class TrainedTable:
     """One table to export.
 
     Attributes:
-        name: name of its file.
-        features: fields that it serves.
+        name, features, hash_buckets: as in :class:`TableManifest`.
         rows: float32 [n, P].
         ids: int64 [n], raw ids of the rows of a collisionless table, including the reserved rows 0 and 1; None for a
             table whose rows are numbered from 0.
         feature: int64 [n] where several fields share a collisionless table: index in ``features`` of the field that a
             row belongs to.
-        hash_buckets: number of buckets that ids are hashed into; 0 for none.
     """
 
     name: str
@@ -70,9 +68,6 @@ def export_run(
     """Exports a run's model with the weights of a checkpoint, as :func:`evaluate_run` takes it, in one process.
 
     ``output`` is a path, or the URI of a folder in an object store, in which the manifest appears last.
-
-    Returns:
-        The manifest.
 
     Raises:
         ValueError: ``run_dir`` is not a run or has no usable checkpoint, ``output`` is not empty, a weight cannot be
@@ -105,13 +100,7 @@ def export_run(
 def rows_and_ids(spec: TableSpec, id_tables: IdTables, *, reserved: bool = True) -> Tensor:
     """Rows of a collisionless table that belong to ids of this process, their ids, and the numbers of their features.
 
-    Args:
-        spec: the table.
-        id_tables: id tables of the run.
-        reserved: begin with the reserved rows, whose ids are 0 and 1.
-
-    Returns:
-        int64 [3, n].
+    Int64 [3, n]; ``reserved`` begins with the reserved rows, whose ids are 0 and 1.
     """
     entries, first = id_tables.entries(spec.name), np.arange(RESERVED_ROWS if reserved else 0)
     columns = ((first, entries.row), (first, entries.id), (np.zeros_like(first), entries.feature))
@@ -119,12 +108,9 @@ def rows_and_ids(spec: TableSpec, id_tables: IdTables, *, reserved: bool = True)
 
 
 def trained_table(spec: TableSpec, rows: Tensor, columns: Tensor | None = None) -> TrainedTable:
-    """Makes a table to export of its rows, float32 [n, P].
+    """Makes a table to export of all its rows, float32 [n, P].
 
-    Args:
-        spec: the table.
-        rows: all rows; of a collisionless table those that belong to ids.
-        columns: of a collisionless table, what :func:`rows_and_ids` returns, int64 [3, n].
+    Of a collisionless table they are those that belong to ids, with their ``columns`` of :func:`rows_and_ids`.
     """
     features, hashed = tuple(field.name for field in spec.fields), spec.ids.kind == "hash"
     if columns is None:
@@ -154,16 +140,10 @@ def write_export(
 
     Args:
         output: a new or empty folder.
-        config: of the network.
-        schema: of the data.
         vocabulary: folder with the vocabularies of fields; it need not exist.
         dense: the network's weights, from :func:`dense_weights`.
         tables: consumed one by one, so that only one has to be in memory.
-        precision: of the tables.
         step, sample_time: see :class:`Manifest`.
-
-    Returns:
-        The manifest.
 
     Raises:
         ValueError: ``output`` is not empty, or a weight cannot be represented in the precision.

@@ -350,7 +350,6 @@ class Turns:
         """Waits for samples, at most about ``timeout`` seconds, and returns the next turn.
 
         Args:
-            timeout: in seconds.
             decide: called on the first process, with whether the stream has ended; returns whether to save and what to
                 publish.
 
@@ -411,17 +410,9 @@ def _write_files(position: Position, window: pa.Table, folder: Path) -> None:
 def quarantine(run_dir: Path, batch: StreamBatch, logits: Tensor, reason: str) -> Path:
     """Writes the samples of a batch to ``run_dir/quarantine/batch_N.parquet``.
 
-    A resumed run writes the same file again. The columns are those of a data set, as the model reads them, ``time``,
-    ``sample_id``, ``logit`` and ``reason``.
-
-    Args:
-        run_dir: folder of the run.
-        batch: the batch; N is its number in the stream.
-        logits: what the model predicted, [B].
-        reason: why the batch is set aside.
-
-    Raises:
-        OSError: the file cannot be written.
+    N is its number in the stream; a resumed run writes the same file again. The columns are those of a data set, as the
+    model reads them, ``time``, ``sample_id``, ``logit``, which is what the model predicted, [B], and ``reason``. Raises
+    OSError if the file cannot be written.
     """
     columns = {name.removeprefix("#"): batch.table[name] for name in batch.table.column_names}
     columns["logit"] = pa.chunked_array([pa.array(logits.double().cpu().numpy())])

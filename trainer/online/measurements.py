@@ -179,16 +179,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class WindowQuality:
-    """Quality of the predictions of one window.
-
-    Attributes:
-        start: first second of the window, Unix time.
-        samples: number of samples.
-        auc: area under the ROC curve, exact; NaN if there is one class only.
-        logloss: mean binary cross-entropy, in nats.
-        calibration: mean prediction / mean label; NaN without a click.
-        ctr: mean label.
-    """
+    """Quality of the predictions of one window, which begins at ``start``, Unix time; measures of :class:`Quality`."""
 
     start: int
     samples: int

@@ -40,12 +40,7 @@ _MOST_DOUBLINGS = 6
 class Cluster:
     """Equal hosts with equal devices, one process for each device; by default DGX H100.
 
-    Attributes:
-        hosts: number of hosts.
-        devices: GPUs of a host, or processes on its CPUs.
-        device: kind of device.
-        memory_gb: memory of a GPU; on CPU tables are in the host's.
-        host_memory_gb: memory of a host.
+    On CPU a host's ``devices`` are processes, and tables are in its memory; ``memory_gb`` is that of a GPU.
     """
 
     hosts: int = 1

@@ -161,11 +161,7 @@ class Checkpoints:
         on_first(self._process, remove)
 
     def find(self) -> tuple[Path, Progress] | None:
-        """The newest intact checkpoint, from which the run continues; None where there is none.
-
-        Raises:
-            ValueError: all checkpoints are damaged, or one is of another format.
-        """
+        """The newest intact checkpoint, from which the run continues; see :func:`find_checkpoint`."""
         found = find_checkpoint(self.folder, self._process, fetch=self._place.fetch)
         if found:
             self.latest = found[0]

@@ -133,7 +133,7 @@ class RunPlace:
 
     Raises:
         ValueError: the folder in the object store is not empty and not resumed, or is in use on this machine.
-        OSError: the object store does not answer.
+        OSError: the object store does not answer; also from every method.
     """
 
     def __init__(self, place: Place, *, resume: bool) -> None:
@@ -159,11 +159,7 @@ class RunPlace:
         self._uploaded = self._copied_files()
 
     def push(self) -> None:
-        """Uploads what has changed since the last call, and removes checkpoints that are no longer kept.
-
-        Raises:
-            OSError: the object store does not answer.
-        """
+        """Uploads what has changed since the last call, and removes checkpoints that are no longer kept."""
         if self._remote is None:
             return
         files = self._copied_files()
@@ -181,9 +177,6 @@ class RunPlace:
 
         Args:
             checkpoint: unfinished folder of a checkpoint of this run, whose processes are on several hosts.
-
-        Raises:
-            OSError: the object store does not answer.
         """
         assert self._remote
         own = list(checkpoint.glob(f"__{rank}_*"))
@@ -199,11 +192,7 @@ class RunPlace:
         return files
 
     def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
-        """Downloads files of a checkpoint that this host does not have, if they exist.
-
-        Raises:
-            OSError: the object store does not answer.
-        """
+        """Downloads files of a checkpoint that this host does not have, if they exist."""
         if self._remote and not self.is_shared:
             within = checkpoint.relative_to(self.folder)
             wanted = {str(within / name) for name in names}

@@ -70,11 +70,7 @@ def seed_process(seed: int, process: Process, step: int = 0) -> None:
 
 
 def unsharded_task(plan: RunPlan) -> TrainTask:
-    """Builds the run's model with its loss; its tables are on the meta device.
-
-    Raises:
-        ValueError: the device lacks the optimizer, or a table is unknown.
-    """
+    """Builds the run's model with its loss, for :func:`build_sharded`; its tables are on the meta device."""
     config, schema, process = plan.config, plan.schema, plan.process
     if config.optimizer.embedding == "fbgemm_adam" and process.device.type != "cuda":
         raise ValueError('optimizer.embedding = "fbgemm_adam" exists on CUDA only; on CPU use "adam"')

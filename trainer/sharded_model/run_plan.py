@@ -271,12 +271,7 @@ class Schedule:
 
     @classmethod
     def of_epochs(cls, config: OptimizerConfig, epoch_steps: int, total_steps: int, ramp: BatchRamp) -> "Schedule":
-        """The schedule of a run over epochs.
-
-        Args:
-            epoch_steps: steps of an epoch at the run's own batch size.
-            total_steps: steps of the run, those of the ramp included.
-        """
+        """The schedule of a run over epochs, whose steps are counted as in :class:`RunPlan`."""
         decay = config.lr_decay or "none"
         steps = ramp.full_steps(total_steps) if isinstance(decay, str) else decay * epoch_steps
         return cls(

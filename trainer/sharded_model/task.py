@@ -17,11 +17,10 @@ from cowrec.models.losses import Loss, bce
 
 
 class TrainTask(nn.Module):
-    """A model with its loss. B samples of this rank.
+    """A model with its loss.
 
     ``forward(batch)`` returns ``(loss, (loss, logits, label))``, the latter detached and [B], or [B, T] of T > 1 tasks.
-    The loss is the one of :class:`MeanLoss` and the penalties of dense kernels, times
-    the batch's share of its step.
+    The loss is the one of :class:`MeanLoss` and the penalties of dense kernels, times the batch's share of its step.
 
     Args:
         model: ``forward(dense, sparse) -> logits``.

@@ -40,14 +40,7 @@ _KEPT = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a grid.
-
-    Attributes:
-        rule: scaling rule.
-        batch_size: samples per step.
-        clip: "on", the configuration's clip rule, or "off".
-        seed: of initial values and shuffling.
-    """
+    """One run of a grid, with one of its values each."""
 
     rule: str
     batch_size: int
@@ -75,7 +68,7 @@ class Grid:
     Attributes:
         batch_sizes: samples per step.
         rules: scaling rules.
-        clips: "on", "off" or both.
+        clips: "on" (the configuration's clip rule), "off" or both.
         seeds: number of seeds; they count up from the configuration's seed.
 
     Raises:

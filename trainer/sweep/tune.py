@@ -144,13 +144,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a study has found so far.
-
-    Attributes:
-        lines: of the finished trials, in their order.
-        best: the line of the best complete trial; None if there is none.
-        ranges: that were searched last.
-    """
+    """What a study has found: lines of its trials, that of the best complete one, and the ranges searched last."""
 
     lines: list[dict[str, Any]]
     best: dict[str, Any] | None
@@ -328,13 +322,8 @@ def tuned_config(config: RunConfig, base: RunConfig, best: dict[str, Any]) -> Ru
 def hints(best: Mapping[str, Any], ranges: Mapping[str, Range], epochs: int) -> list[str]:
     """Messages about where better values may be found.
 
-    For each value within a twentieth of its range, in logarithms, from an end of it, and where the last of several
-    epochs was the best.
-
-    Args:
-        best: line of the best trial.
-        ranges: that were searched.
-        epochs: most epochs of a trial.
+    For each value of the best trial within a twentieth of its range, in logarithms, from an end of it, and where the
+    last of several epochs was the best.
     """
     found = []
     for name, (low, high) in ranges.items():

@@ -153,16 +153,9 @@ class _Beside:
 def trained_state(
     run_dir: Path, run: tuple[RunConfig, Schema], process: Process, checkpoint: str = ""
 ) -> tuple[TrainState, Progress]:
-    """Loads a run's model, sharded over the process group, with the weights of an intact checkpoint.
+    """Loads a run's model, sharded over the process group, with the weights of an intact checkpoint, and its progress.
 
-    Args:
-        run: from :func:`run_of`.
-
-    Returns:
-        The state, for evaluation and export, and the progress of the checkpoint.
-
-    Raises:
-        ValueError: the folder has no usable checkpoint.
+    The run is from :func:`run_of`. Raises ValueError as :meth:`TrainState.load_weights` does.
     """
     state = TrainState(RunPlan.of(*run, process))
     return state, state.load_weights(run_dir / CHECKPOINTS, checkpoint)

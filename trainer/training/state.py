@@ -266,13 +266,8 @@ class TrainState:
     def load_weights(self, folder: Path, checkpoint: str = "", fetch: Fetch = all_present) -> Progress:
         """Loads tables, network and id tables of an intact checkpoint, to use or export the model; says which it is.
 
-        Args:
-            checkpoint: "latest", "best", which is that of the best epoch by `checkpoint.keep_best`, or a step; by
-                default "best" where the run keeps it.
-            fetch: gets files that this host lacks.
-
-        Raises:
-            ValueError: there is no such checkpoint, all are damaged, or they do not fit the model.
+        It is chosen by :func:`choose_checkpoint`; ``fetch`` gets files that this host lacks. Raises ValueError as that
+        function does, or if the checkpoint does not fit the model.
         """
         keep_best = self._config.checkpoint.keep_best
         path, progress = choose_checkpoint(folder, keep_best, checkpoint, self._process, fetch)
