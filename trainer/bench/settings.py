@@ -22,18 +22,10 @@ _CRITEO = Path(__file__).parents[1] / "configs" / "criteo.toml"
 
 @dataclass(frozen=True)
 class Bench:
-    """Settings of a benchmark; each combination of modes, clips, precisions and batch sizes is one line.
+    """Settings of a benchmark, which the flags of `cowrec bench` describe.
 
-    Attributes:
-        modes: values of optimizer.absent_rows.
-        clips: "on" and "off".
-        precisions: values of train.precision.
-        batch_sizes: samples per step.
-        model: name of the network.
-        max_rows: most rows of a table; None for Criteo's full vocabulary.
-        epoch_share: share of an epoch after which the measurement starts.
-        seconds: time to measure each combination; at least 5 steps.
-        device: "cpu" or "cuda".
+    Each combination of modes, clips, precisions and batch sizes is one line. ``max_rows`` of None is Criteo's full
+    vocabulary.
 
     Raises:
         ValueError: a value that is unknown, out of range or repeated.

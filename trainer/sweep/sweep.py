@@ -63,13 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """Values that a sweep varies; each combination is one run.
-
-    Attributes:
-        batch_sizes: samples per step.
-        rules: scaling rules.
-        clips: "on" (the configuration's clip rule), "off" or both.
-        seeds: number of seeds; they count up from the configuration's seed.
+    """Values that a sweep varies, which the flags of `cowrec sweep` describe; each combination is one run.
 
     Raises:
         ValueError: a value that is unknown, out of range or repeated.

@@ -41,18 +41,13 @@ _EDGE = 0.05
 
 @dataclass(frozen=True)
 class Search:
-    """Settings of a study.
+    """Settings of a study, which the flags of `cowrec tune` describe.
 
     Attributes:
-        batch_size: samples per step of all trials.
         metric: of the validation samples, "logloss" or "auc"; a trial's value is that of its best epoch.
         ranges: (lowest, highest) of a value; None: not searched. By default a tenth to ten times the configuration's
             value, except for 0, which is not searched.
-        validation_fraction: of the training samples, where neither the data nor the configuration have any.
-        patience: epochs without a better value after which a trial ends, where the configuration has none; 0: never.
-            By default 1, and 0 where learning rates fall over the epochs.
         prune: from the second epoch on, end a trial that is worse than the median of the others at that epoch.
-        seed: of the search; all trials train with the configuration's seed.
     """
 
     batch_size: int
