@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from cowrec.data_pipeline.counts import parse_count
 from cowrec.data_pipeline.files import replace_file
 from cowrec.models import MODELS
 from cowrec.sparse_opt import SCALING_RULES
-from cowrec.trainer.cli.flags import parse_count, parse_list
+from cowrec.trainer.cli.flags import parse_list
 
 SETTINGS = "settings.json"
 

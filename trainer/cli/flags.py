@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from cowrec.data_pipeline.counts import parse_count
 from cowrec.trainer.runtime.environment import launched_world_size
 
 
@@ -24,13 +25,6 @@ def _count(text: str | int) -> int:
         return text if isinstance(text, int) else parse_count(text, "a count")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def parse_count(text: str, key: str) -> int:
-    """Reads a count as :func:`cowrec.data_pipeline.counts.parse_count` does."""
-    from cowrec.data_pipeline.counts import parse_count as parse  # loads torch, which --help does without
-
-    return parse(text, key)
 
 
 def parse_counts(text: str, flag: str) -> list[int]:

@@ -316,7 +316,7 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
             # The message of a section's own check, which may lack the section's name.
             named = not key or f"{key}." in str(cause)
             raise ValueError(str(cause) if named else f"[{key}] {cause}") from None
-        raise ValueError(f"{key} = {first['input']!r}: {_lower(first['msg'])}") from None
+        raise ValueError(f"{key} = {first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
 
 
 def _with_counts(hint: Any, value: Any, key: str = "") -> Any:
@@ -372,7 +372,3 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_none(each) for each in value]
     return value
-
-
-def _lower(message: str) -> str:
-    return message[:1].lower() + message[1:]

@@ -81,7 +81,9 @@ def curves_table(runs: Sequence[RunCurves]) -> str:
     rows = [["run", "epochs", "last AUC", "best (epoch)", "last logloss", "best (epoch)", "calibration", "samples/s"]]
     for run in runs:
         of_epochs = [run.by_epoch(key) for key in ("auc", "logloss", "calibration")]
-        last_auc, last_logloss, calibration = (number_text(_last(values)) for _, values in of_epochs)
+        last_auc, last_logloss, calibration = (
+            number_text(values[-1] if len(values) else None) for _, values in of_epochs
+        )
         (epochs, auc), (logloss_epochs, logloss), _ = of_epochs
         speed = run.series("samples_per_second")[1][1:]  # in the first step kernels are compiled
         rows.append(
@@ -161,7 +163,3 @@ def _smoothed(times: np.ndarray, values: np.ndarray, how: Any) -> tuple[np.ndarr
 
 def _column(lines: Sequence[dict[str, Any]], key: str) -> np.ndarray:
     return np.array([nan if line.get(key) is None else line[key] for line in lines], float)
-
-
-def _last(values: np.ndarray) -> float:
-    return float(values[-1]) if len(values) else nan

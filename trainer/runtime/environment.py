@@ -18,6 +18,7 @@ from typing import Literal
 
 from tqdm import tqdm
 
+from cowrec.data_pipeline.urls import without_credentials
 from cowrec.sparse_opt.versions import require_matched_set
 
 try:
@@ -160,8 +161,6 @@ class _JsonLines(logging.Formatter):
 def _without_credentials(text: str) -> str:
     if "://" not in text:
         return text
-    from cowrec.data_pipeline.urls import without_credentials  # loads torch, which a prepared process may only do
-
     return _URL.sub(lambda url: without_credentials(url.group()), text)
 
 

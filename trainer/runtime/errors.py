@@ -4,6 +4,8 @@ import dis
 import os
 import sys
 
+from cowrec.data_pipeline.files import NO_SPACE, space_remedy
+
 
 class RunError(Exception):
     """The end of a run for a reason that the message explains to the user."""
@@ -48,9 +50,6 @@ def is_message(error: BaseException) -> bool:
 
 def message_of(error: BaseException) -> str:
     """Text for the user of an error that :func:`is_message`; the system's own about a full disk gets the remedy."""
-    # This loads torch, which a process may only do once it is prepared.
-    from cowrec.data_pipeline.files import NO_SPACE, space_remedy
-
     if isinstance(error, OSError) and error.errno in NO_SPACE and error.strerror == os.strerror(error.errno):
         place = error.filename2 or error.filename
         return (

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,7 @@ class _EpochRun:
             self.told, epochs, samples = time.monotonic(), self.config.train.epochs, self.plan.train_rows
             rest, trained = (epochs - self.epoch) * samples - done, self.speed.samples
             # Unknown in the first step, which compiles kernels.
-            left = f"  {_duration(rest * self.speed.seconds / trained)} left" if trained else ""
+            left = f"  {timedelta(seconds=round(rest * self.speed.seconds / trained))} left" if trained else ""
             self.say(
                 f"epoch {self.epoch + 1}/{epochs}  {done / samples:.1%}  step {self.trainer.steps:,}"
                 f"  loss {loss:.4f}  {rate:,.0f} samples/s{left}"
@@ -567,9 +568,3 @@ def require_run_dir(run_dir: Path, config: RunConfig, process: Process, resume: 
             require_own(run_dir, config) if resume else require_unused(run_dir)
 
     on_first(process, check)
-
-
-def _duration(seconds: float) -> str:
-    """Hours, minutes and seconds."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
