@@ -37,7 +37,7 @@ from cowrec.trainer.config.run import RunConfig, checked_config, load_config, wi
 from cowrec.trainer.runs.checkpoint import checkpoint_name, list_checkpoints
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace
-from cowrec.trainer.runs.run_dir import CONFIG, JOURNAL, write_report
+from cowrec.trainer.runs.run_dir import CONFIG, JOURNAL, REPORT, write_json
 from cowrec.trainer.runtime.processes import Peers, Process, from_first, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
@@ -101,7 +101,7 @@ def online(
         with run.trainer.running(resume):
             run.say(run.summary(source))
             report = run.follow(publish, resume)
-            on_first(process, lambda: write_report(run_dir, report))
+            on_first(process, lambda: write_json(run_dir / REPORT, report))
         return report
 
 

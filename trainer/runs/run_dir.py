@@ -9,8 +9,8 @@ import json
 import math
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, vocabulary_file
-from cowrec.data_pipeline.files import locked_folder, replace_file, replacing
+from cowrec.data_pipeline.files import replace_file, replacing
 from cowrec.data_pipeline.preparation.config import prepared_with
 from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain
 from cowrec.trainer.runtime.processes import Process, from_first, on_first
@@ -44,14 +44,6 @@ _MAY_CHANGE = {
     "sharding": "plan tables",
 }
 """Settings that may differ in a resumed run: they change neither the steps taken nor their meaning."""
-
-
-@contextmanager
-def hold_run_dir(path: Path, process: Process) -> Iterator[None]:
-    """Locks the run's folder, on the first process for all; ValueError on all if another run uses it."""
-    with ExitStack() as held:
-        on_first(process, lambda: held.enter_context(locked_folder(path)))
-        yield
 
 
 def require_shared(path: Path, process: Process) -> None:
@@ -260,9 +252,9 @@ def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) ->
         Schema.load(data_dir).save(path)  # last: the next start compares what is here with its data
 
 
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Writes ``report.json``, and replaces an earlier one atomically."""
-    replace_file(path / REPORT, (to_json(report, indent=2) + "\n").encode())
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes a file such as ``report.json``, and replaces an earlier one atomically."""
+    replace_file(path, (to_json(value, indent=2) + "\n").encode())
 
 
 def to_json(value: dict[str, Any], indent: int | None = None) -> str:

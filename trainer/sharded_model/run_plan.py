@@ -281,11 +281,6 @@ class Schedule:
             ramp=ramp,
         )
 
-    @property
-    def changes_embedding_lr(self) -> bool:
-        """Whether the tables' rate depends on the step."""
-        return self.decay != "none"
-
     def embedding_lr(self, values: Hyperparameters, step: int) -> float:
         return values.embedding_lr * self._left(self.ramp.full_steps(step))
 

@@ -4,10 +4,8 @@
 GPUs, where it knows the speed of the links; on CPU tables are balanced by their bytes.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -278,6 +276,7 @@ def _bytes(table: EmbeddingBagConfig) -> int:
 
 
 SHARDING = "sharding.json"
+"""File in the folder of a run with what :func:`describe_sharding` returns."""
 
 
 def describe_sharding(model: DistributedModelParallel, bags: Sequence[EmbeddingBagConfig]) -> dict[str, Any]:
@@ -313,8 +312,3 @@ def sharding_line(description: Mapping[str, Any]) -> str:
     least, most = (size(description["bytes_of_rank"]) / 2**20 for size in (min, max))
     ranks = description["ranks"]
     return f"tables: {counts}; weights: {least:,.1f} to {most:,.1f} MiB on each of {ranks} ranks, see {SHARDING}"
-
-
-def save_sharding(run_dir: Path, description: Mapping[str, Any]) -> None:
-    """Writes the description into the run's folder."""
-    (run_dir / SHARDING).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")

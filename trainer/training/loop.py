@@ -8,14 +8,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from math import nan
 from pathlib import Path
 from typing import Any
 
 from cowrec.data_pipeline import Batch, Schema
-from cowrec.data_pipeline.files import locked
+from cowrec.data_pipeline.files import locked, locked_folder
 from cowrec.data_pipeline.remote import Place
 from cowrec.trainer.config.run import (
     RunConfig,
@@ -35,19 +35,19 @@ from cowrec.trainer.runs.remote_run import RunPlace, local_data
 from cowrec.trainer.runs.run_dir import (
     CONFIG,
     JOURNAL,
+    REPORT,
     create_run_dir,
-    hold_run_dir,
     require_own,
     require_shared,
     require_unused,
-    write_report,
+    write_json,
 )
 from cowrec.trainer.runs.trackers import TRACKERS, TrackedRun, Tracking, flattened, require_trackers
 from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from cowrec.trainer.runtime.processes import Process, on_first, process_group
 from cowrec.trainer.runtime.stopping import Heartbeat, LossWatch, StopRequest, ignoring_sigterm, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan
-from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_line
+from cowrec.trainer.sharded_model.sharding import SHARDING, describe_sharding, sharding_line
 
 from .dataloading import Readers, even_slice, keep_resident, training_readers
 from .evaluation import EpochQuality, Stopped
@@ -108,7 +108,7 @@ def train(
         run = _EpochRun(plan, place, training_readers(plan), after_epoch)
         with run.trainer.running(resume):
             report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
-            on_first(process, lambda: write_report(place.folder, report))
+            on_first(process, lambda: write_json(place.folder / REPORT, report))
             on_first(process, place.push)
         return report
 
@@ -383,13 +383,14 @@ class Trainer:
     def running(self, resume: bool) -> Iterator[None]:
         """Locks and fills the run's folder while the run is in progress; after an error waits for a checkpoint."""
         folder = self.place.folder
-        with hold_run_dir(folder, self.process):
+        with ExitStack() as held:
+            on_first(self.process, lambda: held.enter_context(locked_folder(folder)))
             if self.place.is_shared:
                 require_shared(folder, self.process)
             # Checked again: only from here on can no other process fill the folder.
             require_run_dir(folder, self.config, self.process, resume, held=True)
             on_first(self.process, lambda: create_run_dir(folder, self.config, self.plan.describe()))
-            on_first(self.process, lambda: save_sharding(folder, self.sharding))
+            on_first(self.process, lambda: write_json(folder / SHARDING, self.sharding))
             if warning := prepared_otherwise_warning(self.config, self.plan.schema.settings):
                 self.warn(warning)
             self.checkpoints.clean()
@@ -421,19 +422,17 @@ class Trainer:
         """
         step = self.state.step(batches, passes)
         if step.set_aside:
-            self._count_set_aside(step.set_aside)
+            self.set_aside += 1
+            self._set_aside_in_a_row += 1
+            self._set_aside_for = f" ({step.set_aside})"
+            if self._set_aside_in_a_row == MOST_SET_ASIDE:
+                where = f"in {MOST_SET_ASIDE} batches in a row after step {self.steps}{self._set_aside_for}"
+                raise self.non_finite(where)
         else:
             self._set_aside_in_a_row = 0
             self._losses.add(step.loss, self.steps - 1)
         self._heartbeat.reached(self.steps)
         return step
-
-    def _count_set_aside(self, reason: str) -> None:
-        self.set_aside += 1
-        self._set_aside_in_a_row += 1
-        self._set_aside_for = f" ({reason})"
-        if self._set_aside_in_a_row == MOST_SET_ASIDE:
-            raise self.non_finite(f"in {MOST_SET_ASIDE} batches in a row after step {self.steps} ({reason})")
 
     def require_trained(self) -> None:
         """Raises NonFiniteLoss if every batch of the run was set aside."""
