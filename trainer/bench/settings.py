@@ -1,6 +1,5 @@
 """Settings of a benchmark."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -12,8 +11,8 @@ import torch
 from cowrec.models import ModelConfig, require_model
 from cowrec.sparse_opt import AdamConfig
 from cowrec.trainer.config.checks import require
-from cowrec.trainer.config.run import RunConfig, config_from, load_config
-from cowrec.trainer.config.sections import ClipConfig, TrainConfig
+from cowrec.trainer.config.run import RunConfig, config_from, load_config, with_values
+from cowrec.trainer.config.sections import TrainConfig
 
 EPOCH_SAMPLES = 41_256_555
 """Samples of Criteo's training split as published: nine tenths of 45,840,617."""
@@ -97,15 +96,10 @@ def criteo_config(
     model: str, batch_size: int, mode: str, clip: str = "on", precision: str = "float32", device: str = "cpu"
 ) -> RunConfig:
     """The published settings for Criteo, those of trainer/configs/criteo.toml, at a batch size."""
-    values = {
-        "model.name": model,
-        "train.batch_size": batch_size,
-        "train.device": device,
-        "train.precision": precision,
-        "optimizer.absent_rows": mode,
-    }
-    config = load_config(_CRITEO, [f"{key}={value}" for key, value in values.items()])
-    return config if clip == "on" else dataclasses.replace(config, clip=ClipConfig("none"))
+    train = {"batch_size": batch_size, "device": device, "precision": precision}
+    published = load_config(_CRITEO)
+    rule = {"rule": published.clip.rule if clip == "on" else "none"}
+    return with_values(published, model={"name": model}, train=train, optimizer={"absent_rows": mode}, clip=rule)
 
 
 def preset_config(batch_size: int, precision: str, clip: str, device: str, **optimizer: Any) -> RunConfig:

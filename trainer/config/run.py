@@ -184,6 +184,12 @@ def _needed_for(error: str, overrides: Sequence[str], outcome: Callable[[Sequenc
     return [overrides[index] for index in changed]
 
 
+def with_values(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
+    """The configuration with other values in some sections, such as ``train={"epochs": 3}``."""
+    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(config, **changed)
+
+
 def checked_config(config: RunConfig) -> RunConfig:
     """The configuration as its file would be read, numpy's numbers as Python's. Raises ValueError for what is none, or
     has a value of a wrong type, as code may make one."""
@@ -227,16 +233,9 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
         decays = is_adam and long and optimizer.embedding_lr is None and not train.patience
         decay = "linear" if decays else "none"
         l2 = min(max(20 * min(train.epochs - 1, 2) / max(samples, 1), 1e-6), 1e-2)
-    return dataclasses.replace(
-        config,
-        train=dataclasses.replace(train, batch_size=train.batch_size if train.batch_size > 0 else size),
-        optimizer=dataclasses.replace(
-            optimizer,
-            embedding_lr=lr if optimizer.embedding_lr is None else optimizer.embedding_lr,
-            lr_decay=decay if optimizer.lr_decay is None else optimizer.lr_decay,
-            l2=l2 if optimizer.l2 is None else optimizer.l2,
-        ),
-    )
+    defaults = {"embedding_lr": lr, "lr_decay": decay, "l2": l2}
+    lacking = {key: value for key, value in defaults.items() if getattr(optimizer, key) is None}
+    return with_values(config, train={"batch_size": max(train.batch_size, 0) or size}, optimizer=lacking)
 
 
 def largest_batch(samples: int, epochs: int, most: int = 1 << 62) -> int:

@@ -33,7 +33,7 @@ from cowrec.data_pipeline.codec import ID_COLUMN, sample_block
 from cowrec.data_pipeline.files import replacing
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
-from cowrec.trainer.config.run import RunConfig, checked_config, load_config, with_defaults
+from cowrec.trainer.config.run import RunConfig, checked_config, load_config, with_defaults, with_values
 from cowrec.trainer.runs.checkpoint import checkpoint_name, list_checkpoints
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace
@@ -89,9 +89,8 @@ def online(
     if config.train.accumulation > 1:
         given = f"train.accumulation = {config.train.accumulation}"
         raise ValueError(f"{given} is for data sets, not for streams; add --set train.accumulation=1")
-    data = dataclasses.replace(config.data, dir=str(data_dir))
     size = config.train.batch_size if config.train.batch_size > 0 else config.optimizer.base_batch_size
-    config = dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, batch_size=size))
+    config = with_values(config, data={"dir": str(data_dir)}, train={"batch_size": size})
     begun = load_config(run_dir / CONFIG) if resume and (run_dir / CONFIG).is_file() else None
     config = with_defaults(config, Schema.load(data_dir).split("train").rows, begun)
     with process_group(config.train.device, config.train.timeout_seconds) as process:

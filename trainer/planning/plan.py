@@ -24,7 +24,7 @@ from torchrec.distributed.planner.types import Shard, ShardingOption
 
 from cowrec.data_pipeline import Batch, Reader, Schema
 from cowrec.trainer.config.checks import require
-from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.config.run import RunConfig, with_values
 from cowrec.trainer.config.sections import ShardingKind
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import dense_parameters, fused_params, unsharded_task
@@ -235,10 +235,10 @@ def _remedies(config: RunConfig, schema: Schema, batch: Batch, cluster: Cluster)
     """Other kinds of sharding that fit, or else the least number of hosts, in doublings, that do by rows."""
 
     def fits(kind: ShardingKind, memory: Any, times: int = 1) -> bool:
-        sharding = dataclasses.replace(config.sharding, plan=kind, memory=memory, tables={})
         more = dataclasses.replace(cluster, hosts=times * cluster.hosts)
         try:
-            return not plan_batch(dataclasses.replace(config, sharding=sharding), schema, batch, more).misfits
+            sharded = with_values(config, sharding={"plan": kind, "memory": memory, "tables": {}})
+            return not plan_batch(sharded, schema, batch, more).misfits
         except ValueError:
             return False
 

@@ -1,6 +1,5 @@
 """Runs that share a configuration: their folder, with a JSON line for each, and their training in a subprocess."""
 
-import dataclasses
 import gc
 import hashlib
 import json
@@ -19,7 +18,15 @@ from tqdm import tqdm
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE
 from cowrec.data_pipeline.files import locked_folder, replace_file
-from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain, with_defaults
+from cowrec.trainer.config.run import (
+    RunConfig,
+    first_difference,
+    load_config,
+    save_config,
+    to_plain,
+    with_defaults,
+    with_values,
+)
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, difference_of_samples, to_json
 from cowrec.trainer.runtime.environment import prepare_process
 from cowrec.trainer.runtime.errors import Interrupted
@@ -108,8 +115,7 @@ def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Itera
 
 def on_data(config: RunConfig, data_dir: Path, schema: Schema) -> RunConfig:
     """The configuration of runs on a data set, with the defaults that depend on its samples."""
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
-    return with_defaults(config, schema.split("train").rows)
+    return with_defaults(with_values(config, data={"dir": str(data_dir)}), schema.split("train").rows)
 
 
 def say(text: str) -> None:

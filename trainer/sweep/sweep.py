@@ -17,7 +17,7 @@ import torch
 from cowrec.data_pipeline import Schema
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer.config.checks import require
-from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.config.run import RunConfig, with_values
 from cowrec.trainer.measures.clip_metrics import HARDLY_ANY
 from cowrec.trainer.reports.text_table import speed_text
 from cowrec.trainer.runs.provenance import environment
@@ -53,12 +53,9 @@ class Cell:
 
     def config(self, shared: RunConfig) -> RunConfig:
         """The run's configuration, made from the one that all runs share."""
-        return dataclasses.replace(
-            shared,
-            train=dataclasses.replace(shared.train, batch_size=self.batch_size, seed=self.seed),
-            optimizer=dataclasses.replace(shared.optimizer, scaling=self.rule),
-            clip=shared.clip if self.clip == "on" else dataclasses.replace(shared.clip, rule="none"),
-        )
+        clip = {"rule": shared.clip.rule if self.clip == "on" else "none"}
+        train = {"batch_size": self.batch_size, "seed": self.seed}
+        return with_values(shared, train=train, optimizer={"scaling": self.rule}, clip=clip)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from optuna.trial import Trial, TrialState, create_trial
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import read_lines
 from cowrec.trainer.config.checks import require
-from cowrec.trainer.config.run import RunConfig, save_config
+from cowrec.trainer.config.run import RunConfig, save_config, with_values
 from cowrec.trainer.reports.text_table import number_text
 from cowrec.trainer.runs.checkpoint import best_epoch
 from cowrec.trainer.runs.run_dir import CONFIG, METRICS
@@ -71,20 +71,15 @@ class Search:
 
     def at_batch_size(self, config: RunConfig) -> RunConfig:
         """The configuration at the study's batch size, on which some defaults depend."""
-        return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=self.batch_size))
+        return with_values(config, train={"batch_size": self.batch_size})
 
     def based_on(self, config: RunConfig) -> RunConfig:
         """The configuration with base values for the study's batch size: its own, scaled by its own rule."""
         at_size = self.at_batch_size(config)
         scaled = Scaled.of(at_size)
-        clip: dict[str, Any] = vars(scaled.clip)
         derived = dataclasses.asdict(scaled.hyperparameters)
         values = {key: value for key, value in derived.items() if hasattr(config.optimizer, key)}
-        return dataclasses.replace(
-            at_size,
-            optimizer=dataclasses.replace(config.optimizer, base_batch_size=self.batch_size, **values),
-            clip=dataclasses.replace(config.clip, **clip),
-        )
+        return with_values(at_size, optimizer={"base_batch_size": self.batch_size, **values}, clip=vars(scaled.clip))
 
     def searched(self, base: RunConfig) -> dict[str, Range]:
         """The ranges of the values that are searched.
@@ -116,7 +111,7 @@ class Search:
         Raises:
             ValueError: a patience where learning rates fall over the epochs.
         """
-        train, metric = base.train, self.metric
+        train = base.train
         # Where learning rates fall over the epochs, a trial that ends early says nothing about the whole run.
         falls = base.optimizer.rates_follow_epochs
         if falls and self.patience:
@@ -125,16 +120,9 @@ class Search:
                 f' optimizer.lr_decay is "{base.optimizer.lr_decay}"; leave it out, or set optimizer.lr_decay=none'
             )
         patience = self.patience if self.patience is not None else int(not falls)
-        checkpoint: Any = {"keep_last": 1, "keep_best": metric}
-        return dataclasses.replace(
-            base,
-            train=dataclasses.replace(
-                train,
-                validation_fraction=train.validation_fraction or (0.0 if has_validation else self.validation_fraction),
-                patience=train.patience or patience,
-            ),
-            checkpoint=dataclasses.replace(base.checkpoint, **checkpoint),
-        )
+        fraction = train.validation_fraction or (0.0 if has_validation else self.validation_fraction)
+        validation = {"validation_fraction": fraction, "patience": train.patience or patience}
+        return with_values(base, train=validation, checkpoint={"keep_last": 1, "keep_best": self.metric})
 
 
 @dataclass(frozen=True)
@@ -172,7 +160,7 @@ def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials
             trial, values = _next_trial(study, search, ranges, base, runs.folder_of(f"trial-{number}"))
             shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
             say(f"\ntrial {number + 1} of {trials}: {shown}")
-            line, value = _run(runs, trial, with_values(shared, values), search.metric)
+            line, value = _run(runs, trial, with_values(shared, optimizer=values), search.metric)
             study.tell(trial, value, state=TrialState.PRUNED if value is None else TrialState.COMPLETE)
             runs.add({"trial": number, "batch_size": search.batch_size, **values, **line})
             runs.remove_checkpoints(f"trial-{number}")  # after its line: half of them would fail the trial for ever
@@ -298,20 +286,14 @@ def _result(report: dict[str, Any], metric: str) -> dict[str, Any]:
     }
 
 
-def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """A configuration with the values of a trial."""
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **values))
-
-
 def tuned_config(config: RunConfig, base: RunConfig, best: dict[str, Any]) -> RunConfig:
     """The configuration with the best values, and with as many epochs as were best.
 
     The epochs stay where a run ends early by itself, or where its learning rates depend on them.
     """
-    train = base.train
-    if not train.patience and not base.optimizer.rates_follow_epochs:
-        train = dataclasses.replace(train, epochs=best["best_epoch"])
-    return dataclasses.replace(with_values(base, {key: best[key] for key in VALUES}), train=train, data=config.data)
+    stay = base.train.patience or base.optimizer.rates_follow_epochs
+    train = {"epochs": base.train.epochs if stay else best["best_epoch"]}
+    return with_values(base, train=train, optimizer={key: best[key] for key in VALUES}, data=vars(config.data))
 
 
 def hints(best: Mapping[str, Any], ranges: Mapping[str, Range], epochs: int) -> list[str]:

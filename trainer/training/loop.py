@@ -4,7 +4,6 @@
 shares, takes the steps, checks their losses, and saves.
 """
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from cowrec.trainer.config.run import (
     prepared_otherwise_warning,
     to_plain,
     with_defaults,
+    with_values,
 )
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import clip_remark
@@ -89,9 +89,7 @@ def train(
         Interrupted: the run was asked to stop and has saved a checkpoint.
     """
     started = time.perf_counter()
-    config = checked_config(config)
-    data = dataclasses.replace(config.data, dir=str(local_data(data_dir)))
-    config = dataclasses.replace(config, data=data)
+    config = with_values(checked_config(config), data={"dir": str(local_data(data_dir))})
     place = RunPlace(run_dir, resume=resume)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         # Both are read after the first process of the machine, which all wait for here, has copied the run.
@@ -101,7 +99,7 @@ def train(
                 " continue it with cowrec online --resume, or start another run with train.warm_start = its folder"
             )
         begun = load_config(place.folder / CONFIG) if resume and (place.folder / CONFIG).is_file() else None
-        schema = Schema.load(data.dir)
+        schema = Schema.load(config.data.dir)
         config = with_defaults(config, schema.split("train").rows, begun)
         require_run_dir(place.folder, config, process, resume)
         plan = RunPlan.of(config, schema.of_batches(), process)

@@ -1,6 +1,5 @@
 """Use of a saved run without its training data: evaluation, prediction, and the warm start of another run."""
 
-import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, RESERVED_ROWS, SAMP
 from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_columns
 from cowrec.data_pipeline.files import replacing, require_target
 from cowrec.data_pipeline.remote import Place
-from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.config.run import RunConfig, load_config, with_values
 from cowrec.trainer.measures.quality import measure_tasks
 from cowrec.trainer.measures.segments import Segments
 from cowrec.trainer.runs.checkpoint import Progress
@@ -183,12 +182,8 @@ def _without_cuda(config: RunConfig) -> RunConfig:
     train, optimizer = config.train, config.optimizer
     precision = "float32" if train.precision == "tf32" else train.precision
     embedding = "adagrad" if optimizer.embedding == "fbgemm_adam" else optimizer.embedding
-    return dataclasses.replace(
-        config,
-        train=dataclasses.replace(train, device="cpu", precision=precision),
-        optimizer=dataclasses.replace(optimizer, embedding=embedding),
-        sharding=dataclasses.replace(config.sharding, memory="device"),
-    )
+    on_cpu, in_memory = {"device": "cpu", "precision": precision}, {"memory": "device"}
+    return with_values(config, train=on_cpu, optimizer={"embedding": embedding}, sharding=in_memory)
 
 
 @contextmanager
@@ -231,9 +226,8 @@ def warm_start(state: TrainState, *, timed: bool) -> None:
     earlier_config, earlier = run_of(source)
     _require_same_fields(source, earlier, schema)
     # The precision is the process's, and stays that of this run.
-    train = dataclasses.replace(earlier_config.train, precision=config.train.precision)
-    sharding = dataclasses.replace(earlier_config.sharding, memory=config.sharding.memory)
-    earlier_config = dataclasses.replace(earlier_config, train=train, sharding=sharding)
+    train, sharding = {"precision": config.train.precision}, {"memory": config.sharding.memory}
+    earlier_config = with_values(earlier_config, train=train, sharding=sharding)
     old, _ = trained_state(source, (earlier_config, earlier), process)
     specs, earlier_specs = state.plan.tables, old.plan.tables
     _require_same_tables(source, earlier_specs, specs)
