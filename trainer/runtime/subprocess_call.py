@@ -41,14 +41,11 @@ class Subprocess:
         Raises:
             ProcessFailed: the function raised an error, or the process was killed.
         """
-        (result,) = self._results(function, arguments)
+        (result,) = self.each(function, *arguments)
         return cast("Result", result)
 
-    def each(self, function: Callable[..., Iterator[Result]], *arguments: Any) -> Iterator[Result]:
+    def each(self, function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
         """Yields what ``function(*arguments)``, a generator, yields, as soon as it does; raises as :meth:`call`."""
-        yield from self._results(function, arguments)
-
-    def _results(self, function: Callable[..., Any], arguments: Any) -> Iterator[Any]:
         if self._process is None:
             self._start(function.__module__)
         try:

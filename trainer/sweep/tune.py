@@ -69,17 +69,12 @@ class Search:
             if bounds and not 0 < bounds[0] < bounds[1] < inf:
                 raise ValueError(f"{_flag(name)} needs 0 < LOWEST < HIGHEST, got {bounds[0]:g},{bounds[1]:g}")
 
-    def at_batch_size(self, config: RunConfig) -> RunConfig:
-        """The configuration at the study's batch size, on which some defaults depend."""
-        return with_values(config, train={"batch_size": self.batch_size})
-
     def based_on(self, config: RunConfig) -> RunConfig:
-        """The configuration with base values for the study's batch size: its own, scaled by its own rule."""
-        at_size = self.at_batch_size(config)
-        scaled = Scaled.of(at_size)
+        """A configuration of the study's batch size with base values for it: its own, scaled by its own rule."""
+        scaled = Scaled.of(config)
         derived = dataclasses.asdict(scaled.hyperparameters)
         values = {key: value for key, value in derived.items() if hasattr(config.optimizer, key)}
-        return with_values(at_size, optimizer={"base_batch_size": self.batch_size, **values}, clip=vars(scaled.clip))
+        return with_values(config, optimizer={"base_batch_size": self.batch_size, **values}, clip=vars(scaled.clip))
 
     def searched(self, base: RunConfig) -> dict[str, Range]:
         """The ranges of the values that are searched.
@@ -152,7 +147,8 @@ def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials
     """
     require("--trials", trials, trials >= 1, "at least 1")
     schema = Schema.load(data_dir)
-    base = search.based_on(on_data(search.at_batch_size(config), data_dir, schema))
+    at_size = with_values(config, train={"batch_size": search.batch_size})  # on which some defaults depend
+    base = search.based_on(on_data(at_size, data_dir, schema))
     ranges, shared = search.searched(base), search.of_trials(base, has_validation="validation" in schema.splits)
     with open_runs(output, shared, RESULTS, "study") as runs:
         study = study_of(search, ranges, runs.lines)

@@ -52,11 +52,6 @@ class EpochQuality:
         if config.evaluate.by_id_counts and process.is_first:
             self._thirds = id_count_thirds(Path(config.data.dir), "test", plan.train_rows)
 
-    @property
-    def tests_each_epoch(self) -> bool:
-        """Whether the test split is measured after each epoch, for lack of validation samples."""
-        return self._readers.validation is None
-
     def measure(self, state: TrainState, stop: Stop = _never) -> tuple[dict[str, Any], str]:
         """Returns the measures of an epoch, and a line for the terminal; raises Stopped."""
         if self._readers.validation is None:

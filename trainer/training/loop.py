@@ -237,7 +237,7 @@ class _EpochRun:
     def best_epoch(self) -> EpochEnd | None:
         """The epoch with the best validation quality; without validation samples test quality, if the best is kept."""
         metric = self.config.checkpoint.keep_best
-        if metric == "none" and self.quality.tests_each_epoch:
+        if metric == "none" and self.validation is None:
             return None
         return best_epoch(self.epochs, "logloss" if metric == "none" else metric)
 
@@ -274,7 +274,7 @@ class _EpochRun:
         last, best = self.epochs[-1], self.best_epoch()
         chosen = best if best and self.config.checkpoint.keep_best != "none" else last
         is_last = chosen is last
-        if not self.quality.tests_each_epoch:
+        if self.validation is not None:
             last = self._tested(log, last)
             if not is_last:
                 # The best checkpoint may be damaged; then another one is loaded.
