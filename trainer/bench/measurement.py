@@ -104,9 +104,7 @@ class SteadyRun:
     """Training in the state that the samples of a case leave.
 
     Attributes:
-        model: sharded over the one process.
-        adam, dense: its optimizers.
-        pipeline: takes the steps.
+        model, adam, dense, pipeline: the model, sharded over the one process, its optimizers, and what takes the steps.
         batches: on the device, each for one step.
         ids: of each field in the first of them, on CPU.
         lr: learning rate of the network.

@@ -66,7 +66,6 @@ def step_values(
         step_ms: of the steps; see :func:`speed`.
         batch_size: samples of this process in a step, B.
         step: takes a further step, not as a captured graph.
-        dense: parameters of the network.
         traffic: bytes per sample that the embeddings must move.
     """
     rates, flops = measure_rates(device, precision, batch_size), flops_per_sample(dense)

@@ -74,8 +74,6 @@ class Preset(NamedTuple):
     """A shape to measure other than Criteo's.
 
     Attributes:
-        name: of the shape.
-        table_rows: rows of its tables.
         row_bytes: bytes of a row with its moments.
         batch_size: samples of a step of each process.
         config: makes the configuration of a batch size, precision, clip and device.

@@ -10,16 +10,7 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 
-from .flags import (
-    Overrides,
-    RunToml,
-    TrainData,
-    load_run,
-    output_flag,
-    parse_counts,
-    parse_list,
-    parse_table_rows,
-)
+from .flags import Overrides, RunToml, TrainData, load_run, output_flag, parse_counts, parse_list, parse_table_rows
 
 app = typer.Typer()
 

@@ -42,7 +42,8 @@ class TrainedTable:
     """One table to export.
 
     Attributes:
-        name, features, hash_buckets: as in :class:`TableManifest`.
+        name: of its file.
+        features, hash_buckets: as in :class:`TableManifest`.
         rows: float32 [n, P].
         ids: int64 [n], raw ids of the rows of a collisionless table, including the reserved rows 0 and 1; None for a
             table whose rows are numbered from 0.

@@ -39,7 +39,6 @@ class TableManifest:
 
     Attributes:
         features: fields that it serves.
-        rows: number of rows.
         collisionless: whether rows are found by the ids stored with them; otherwise an id is the number of its row.
         max_error: largest absolute difference between a stored weight and the trained one.
         hash_buckets: number of buckets that ids are hashed into; 0 if they are not hashed.
@@ -57,9 +56,6 @@ class Manifest:
     """An exported model.
 
     Attributes:
-        model: configuration of the network.
-        precision: of the tables.
-        tables: by name.
         logits_error: largest absolute difference between the logits of network.pt2 on the stored tables and those of
             the trained model, on a probe of random rows, one for each field.
         step: training steps taken.
@@ -118,9 +114,7 @@ class Manifest:
 def fingerprint(folder: Path, model: ModelConfig) -> str:
     """Computes the SHA-256 of what weights mean: of the network, and of the fields, labels and vocabularies of data.
 
-    Args:
-        folder: an export, or a data set; its vocabularies are read.
-        model: configuration of the network.
+    The folder is an export or a data set; its vocabularies are read.
     """
     schema = Schema.load(folder)
     parts: list[Any] = [model, *schema.dense, *schema.sparse]

@@ -67,12 +67,10 @@ def online(
     Under torchrun all processes call it, and share the model's tables; the first one alone reads the source.
 
     Args:
-        config: of the run; ``[online]`` holds the settings of the stream.
         data_dir: prepared data set whose fields, scales and vocabularies decode the samples.
         source: of samples, as :func:`open_source` takes it.
-        run_dir: folder of the run, new or empty unless it is resumed.
         publish: target of publications, as :func:`open_target` takes it.
-        resume: continue from the newest checkpoint in that folder, or start if there is none.
+        run_dir, resume: as of :func:`cowrec.trainer.training.loop.train`, but a local folder.
 
     Raises:
         ValueError: a setting, data set, source or target does not work.
@@ -316,8 +314,7 @@ class Turn:
     What depends on time is decided by the first process, since the others would decide otherwise by their own clocks.
 
     Attributes:
-        saves: whether it is time for a snapshot.
-        publishes: what it is time to publish.
+        saves, publishes: whether it is time for a snapshot, and for which publications.
         ends: the stream has ended, with this turn's batch if there is one.
         sizes: samples of each process's slice, without padding.
         batch: this process's slice of the samples to train on, as even as :func:`even_slice` makes it; None if no

@@ -60,8 +60,7 @@ class Measurements:
         newest_time: newest sample time that was trained on, Unix seconds; 0 before the first sample.
         trained_seconds: time that the steps took.
         reading_seconds: time that :class:`Turns` has counted since the process started.
-        quality: of the open window.
-        windows: quality of those that were closed since the process started.
+        quality, windows: of the open window, and of those that were closed since the process started.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -230,11 +230,7 @@ class Checkpoints:
         return found
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written.
-
-        Raises:
-            ValueError: it could not be written.
-        """
+        """Waits for the checkpoint that is being written. Raises ValueError if it could not be."""
         self._settle()
 
         def check() -> None:

@@ -36,7 +36,6 @@ class Process:
         rank, world_size: as in torch.distributed.
         local_world_size: processes on this machine.
         launched: torchrun started this process and will forward its signals; its end is taken as SIGTERM.
-        device: the device of this process.
         timeout: longest wait for another process.
         device_bytes: memory of the device, where it is planned for and not there.
     """
@@ -147,10 +146,7 @@ def gathered(values: Tensor, process: Process, group: dist.ProcessGroup | None =
 class Peers:
     """Exchange on the CPU, in a gloo group of all processes, apart from the model's own communication.
 
-    They call each method together; a process alone exchanges nothing.
-
-    Args:
-        process: this process; waits for another are bounded by its timeout.
+    They call each method together; a process alone exchanges nothing. Waits are bounded by the timeout of the process.
     """
 
     def __init__(self, process: Process) -> None:

@@ -349,11 +349,9 @@ class Trainer:
     """Trains a model step by step and keeps its losses, statistics and checkpoints. All processes call together.
 
     Args:
-        on_nonfinite: what is done about a batch that would make the state non-finite.
         reads_ahead: whether several processes may take a batch before the step of the batch before has ended.
 
     Attributes:
-        state: what training changes.
         sharding: see :func:`describe_sharding`.
         set_aside: batches that were not trained on, since the start of the run.
 
@@ -446,11 +444,7 @@ class Trainer:
     def checked_loss(self, within: str = "") -> float:
         """Mean loss over all ranks since the last check.
 
-        Args:
-            within: addition to the step in the message of an error.
-
-        Raises:
-            NonFiniteLoss: a loss was not finite; on all ranks.
+        Raises NonFiniteLoss on all ranks if a loss was not finite; its message has the step and ``within`` what it is.
         """
         mean, bad_step = self._losses.read()
         if bad_step is not None:

@@ -56,8 +56,7 @@ def pipeline_of(
         may_read_ahead: False if a batch must not be taken before the step of the batch before has ended, as online or
             with id tables; see :class:`IdTranslation`.
         captured: optimizer of the tables if steps are to be captured; see :func:`why_not_captured`.
-        batch_size: samples of a full batch, if steps are to be captured.
-        replay_ahead: whether captured steps replay the rows of the next batch.
+        batch_size, replay_ahead: as of :class:`CapturedSteps`, if steps are to be captured.
     """
     if process.world_size > 1 and may_read_ahead:
         return TrainPipelineSparseDist(model, cast("Any", optimizer), process.device)

@@ -53,7 +53,7 @@ def evaluate_run(
     """Measures a split with a checkpoint of a run; returns the values of :class:`Quality`, and the step.
 
     Args:
-        run_dir: folder of the run, a path or the URI of a folder in an object store.
+        run_dir: a path or the URI of a folder in an object store.
         by: sparse fields and kept columns to measure groups of samples by, or one; entry ``by`` of the result has what
             :meth:`Segments.measure` returns for each.
         importance: also predict with the values of each field permuted, in one process, with all samples in memory;

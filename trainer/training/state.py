@@ -70,7 +70,8 @@ class TrainState:
     """Everything that training changes: the model, its optimizers, the id tables and the number of steps.
 
     Args:
-        on_nonfinite, reads_ahead: as of :class:`Trainer`; "stop" does not look at a batch.
+        on_nonfinite: what is done about a batch that would make the state non-finite; "stop" does not look at it.
+        reads_ahead: as of :class:`Trainer`.
 
     Attributes:
         embedding_optimizer, dense_optimizer: see :func:`embedding_optimizer`; that of the network.
@@ -232,9 +233,7 @@ class TrainState:
         """Loads the newest intact checkpoint of the run in place; None where there is none.
 
         If the number of processes has changed, they start with new random numbers; so does a GPU after a run on CPU.
-
-        Raises:
-            ValueError: all checkpoints are damaged, of another format, or do not fit the run.
+        Raises ValueError as :func:`find_checkpoint` does, or if the checkpoint does not fit the run.
         """
         found = checkpoints.find()
         if found is None:
@@ -285,8 +284,7 @@ class TrainState:
     def _weights(self, steps: int | None = None) -> State:
         """Weights and id tables, sharing their memory, and with replayed rows what brings them up to date.
 
-        Args:
-            steps: those of the checkpoint that the tensors are to be read from.
+        To be read from a checkpoint after so many ``steps``, or else as they are.
         """
         state: State = {"model": self.model.state_dict()}
         if self.id_tables:
