@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     CounterWeightDecayMode,
@@ -36,7 +35,7 @@ from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import OptimizerConfig
 from cowrec.trainer.runtime.processes import Process
 
-from .run_plan import RunPlan, Scaled
+from .run_plan import TABLE_OPTIMIZERS, RunPlan, Scaled
 from .sharding import sharding_plan
 from .tables import by_table, fill_tables, require_tables
 from .task import MeanLoss, TrainTask
@@ -155,20 +154,10 @@ def shard(task: nn.Module, plan: RunPlan) -> DistributedModelParallel:
     return sharded
 
 
-FUSED_OPTIMIZERS = {
-    "adam": EmbOptimType.EXACT_SGD,  # never runs: EmbeddingAdam replaces its update
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "fbgemm_adam": EmbOptimType.ADAM,
-    "fbgemm_cowclip": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-}
-
-
 def fused_params(optimizer: OptimizerConfig, hyperparameters: Hyperparameters) -> dict[str, Any]:
     """Settings of FBGEMM's fused optimizer, as TorchRec passes them to the tables."""
     params: dict[str, Any] = {
-        "optimizer": FUSED_OPTIMIZERS[optimizer.embedding],
+        "optimizer": TABLE_OPTIMIZERS[optimizer.embedding][1],
         "learning_rate": hyperparameters.embedding_lr,
         "eps": hyperparameters.eps,
         "bounds_check_mode": BoundsCheckMode.FATAL,

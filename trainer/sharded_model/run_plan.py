@@ -11,6 +11,7 @@ from functools import cached_property
 from math import ceil, cos, floor, pi
 from typing import Any
 
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from cowrec.data_pipeline import Schema
@@ -25,15 +26,15 @@ from .sharding import chosen_kinds
 from .tables import TableSpec, embedding_tables, table_specs
 
 _WARMUP_START = 1e-8
-REMEMBERS: dict[str, EmbeddingOptimizer] = {
-    "adam": "adam",
-    "sgd": "sgd",
-    "adagrad": "adagrad",
-    "rowwise_adagrad": "adagrad",
-    "fbgemm_adam": "adam",
-    "fbgemm_cowclip": "adagrad",
+TABLE_OPTIMIZERS: dict[str, tuple[EmbeddingOptimizer, EmbOptimType]] = {
+    "adam": ("adam", EmbOptimType.EXACT_SGD),  # never runs: EmbeddingAdam replaces its update
+    "sgd": ("sgd", EmbOptimType.EXACT_SGD),
+    "adagrad": ("adagrad", EmbOptimType.EXACT_ADAGRAD),
+    "rowwise_adagrad": ("adagrad", EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+    "fbgemm_adam": ("adam", EmbOptimType.ADAM),
+    "fbgemm_cowclip": ("adagrad", EmbOptimType.EXACT_ROWWISE_ADAGRAD),
 }
-"""How each optimizer of the tables remembers its gradients, for the scaling rules."""
+"""How each optimizer of the tables remembers its gradients, for the scaling rules, and the fused one of its lookups."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Scaled:
             "rule": optimizer.scaling,
         }
         wide = FtrlConfig(optimizer.wide_alpha, batch_size=sizes["batch_size"])
-        scaled = scale_hyperparameters(base, embedding=REMEMBERS[optimizer.embedding], **sizes)
+        scaled = scale_hyperparameters(base, embedding=TABLE_OPTIMIZERS[optimizer.embedding][0], **sizes)
         for key, of_step in (
             ("weight_decay", scaled.embedding_lr * scaled.weight_decay),
             ("dense_weight_decay", scaled.dense_lr * scaled.dense_weight_decay),
