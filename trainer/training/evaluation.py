@@ -1,27 +1,20 @@
-"""Quality of a model: measures after each epoch and at the end of a run, and predictions over all processes.
-
-With validation samples, these are measured after each epoch and the test split once, at the end. Without them the test
-split is measured after each epoch.
-"""
+"""Quality of a model: measures of a split, the importance of fields, and predictions over all processes."""
 
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from math import isfinite, isnan
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cowrec.data_pipeline import Batch, Reader
-from cowrec.trainer.measures.quality import Quality, Samples, measure, measure_tasks, require_distinct_measures
-from cowrec.trainer.measures.segments import THIRDS, id_count_thirds, newest_samples
+from cowrec.trainer.measures.quality import Quality, Samples, measure, measure_tasks
+from cowrec.trainer.measures.segments import THIRDS, newest_samples
 from cowrec.trainer.runtime.processes import from_first, gathered
-from cowrec.trainer.sharded_model.run_plan import RunPlan
 
-from .dataloading import Readers, even_slice
+from .dataloading import even_slice
 from .state import TrainState
 
 
@@ -33,46 +26,11 @@ Stop = Callable[[], bool]
 """Asked before each batch, by all processes equally often: whether to stop."""
 
 
-def _never() -> bool:
+def never() -> bool:
     return False
 
 
-class EpochQuality:
-    """Measures a model after an epoch; all processes call together.
-
-    Args:
-        non_finite: makes the error for a logloss that is not finite, from where it was measured.
-    """
-
-    def __init__(self, plan: RunPlan, readers: Readers, non_finite: Callable[[str], Exception]) -> None:
-        config, process = plan.config, plan.process
-        require_distinct_measures(plan.schema.labels)
-        self._readers, self._non_finite = readers, non_finite
-        self._thirds: np.ndarray | None = None
-        if config.evaluate.by_id_counts and process.is_first:
-            self._thirds = id_count_thirds(Path(config.data.dir), "test", plan.train_rows)
-
-    def measure(self, state: TrainState, stop: Stop = _never) -> tuple[dict[str, Any], str]:
-        """Returns the measures of an epoch, and a line for the terminal; raises Stopped."""
-        if self._readers.validation is None:
-            return self.measure_test(state, stop)
-        found = self._finite(evaluate(state, self._readers.validation, stop=stop), "validation samples")
-        measured = {key: each for key, each in found.values().items() if key.startswith(("auc", "logloss"))}
-        text = f"validation {dataclasses.replace(found, excess_logloss=None)}"
-        return {f"validation_{key}": each for key, each in measured.items()}, text
-
-    def measure_test(self, state: TrainState, stop: Stop = _never) -> tuple[dict[str, Any], str]:
-        """Returns the measures of the test split, and a text for the terminal; raises Stopped."""
-        test = self._finite(evaluate(state, self._readers.test, self._thirds, stop), "test split")
-        return test.values(), f"test {test}"
-
-    def _finite(self, quality: Quality, where: str) -> Quality:
-        if not isfinite(quality.logloss) and not isnan(quality.ctr):  # whose labels are not all unknown
-            raise self._non_finite(where)
-        return quality
-
-
-def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None, stop: Stop = _never) -> Quality:
+def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None, stop: Stop = never) -> Quality:
     """Measures a reader's labelled samples, of a test split by time the newest by themselves too.
 
     All processes call together and get the same numbers.
@@ -125,7 +83,7 @@ def field_importance(state: TrainState, reader: Reader, samples: Samples) -> dic
     return dict(sorted(found.items(), key=lambda each: -each[1]["logloss_rise"]))
 
 
-def predicted_samples(state: TrainState, reader: Reader, stop: Stop = _never) -> Samples:
+def predicted_samples(state: TrainState, reader: Reader, stop: Stop = never) -> Samples:
     """Predictions of all samples of a reader, in its order, on the CPU of the first process; on others, of their own.
 
     All processes call together. The first one holds 8 bytes of each sample, 12 with weights, and sorts them.
@@ -147,7 +105,7 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return None if parts[0] is None else torch.cat([each for each in parts if each is not None])
 
 
-def predictions(state: TrainState, reader: Reader, stop: Stop = _never) -> Iterator[Samples]:
+def predictions(state: TrainState, reader: Reader, stop: Stop = never) -> Iterator[Samples]:
     """Yields the predictions of each batch of this process, in the reader's order.
 
     The model is in evaluation mode meanwhile. If the training split kept a share of the negatives, predictions of other

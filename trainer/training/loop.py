@@ -4,16 +4,19 @@
 shares, takes the steps, checks their losses, and saves.
 """
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from math import nan
+from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
 
-from cowrec.data_pipeline import Batch, Schema
+import numpy as np
+
+from cowrec.data_pipeline import Batch, Reader, Schema
 from cowrec.data_pipeline.files import locked, locked_folder
 from cowrec.data_pipeline.remote import Place
 from cowrec.trainer.config.run import (
@@ -28,7 +31,8 @@ from cowrec.trainer.config.run import (
 )
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import clip_remark
-from cowrec.trainer.measures.quality import calibration_remark
+from cowrec.trainer.measures.quality import calibration_remark, require_distinct_measures
+from cowrec.trainer.measures.segments import id_count_thirds
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, WriteFiles, best_epoch
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace, local_data
@@ -50,7 +54,7 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.sharding import SHARDING, describe_sharding, sharding_line
 
 from .dataloading import Readers, even_slice, keep_resident, training_readers
-from .evaluation import EpochQuality, Stopped
+from .evaluation import Stop, Stopped, evaluate, never
 from .saved_run import warm_start
 from .state import Step, TrainState
 
@@ -117,11 +121,14 @@ class _EpochRun:
     def __init__(self, plan: RunPlan, place: RunPlace, readers: Readers, after_epoch: AfterEpoch | None) -> None:
         self.plan, self.after_epoch = plan, after_epoch
         self.config, self.process = plan.config, plan.process
-        self.reader, self.validation = readers.train, readers.validation
+        self.reader, self.validation, self.test = readers
         self.trainer = Trainer(plan, place, plan.config.train.on_nonfinite)
         keep_resident(self.reader, plan)
         self.state, self.say = self.trainer.state, self.trainer.say
-        self.quality = EpochQuality(plan, readers, self._non_finite)
+        require_distinct_measures(plan.schema.labels)
+        self.thirds: np.ndarray | None = None
+        if self.config.evaluate.by_id_counts and self.process.is_first:
+            self.thirds = id_count_thirds(Path(self.config.data.dir), "test", plan.train_rows)
         self.epoch = self.epoch_step = 0
         self.speed, self.told = Speed(), time.monotonic()
         self.epochs: list[EpochEnd] = []
@@ -208,9 +215,12 @@ class _EpochRun:
         )
 
     def evaluate(self, log: MetricsLog, stop: StopRequest) -> None:
-        """Measures the model after an epoch; a run that is to stop goes on from the epoch's last step."""
+        """Measures the model after an epoch; a run that is to stop goes on from the epoch's last step.
+
+        With validation samples, these are measured and the test split once, at the end; without them the test split.
+        """
         try:
-            values, text = self.quality.measure(self.state, stop.agreed)
+            values, text = self.measure(self.test if self.validation is None else self.validation, stop.agreed)
         except Stopped:
             self.epoch -= 1
             self.epoch_step = self.reader.steps(self.epoch)
@@ -221,8 +231,18 @@ class _EpochRun:
         self.epochs.append({"epoch": self.epoch, "step": steps, **values})
         self.say(f"epoch {self.epoch}/{self.config.train.epochs}  step {steps}  {text}")
 
-    def _non_finite(self, where: str) -> Exception:
-        return self.trainer.non_finite(f"on the {where} after step {self.trainer.steps} (epoch {self.epoch})")
+    def measure(self, reader: Reader, stop: Stop = never) -> tuple[dict[str, Any], str]:
+        """Measures of the validation samples or of the test split, and a text for the terminal; raises Stopped."""
+        is_test = reader is self.test
+        found = evaluate(self.state, reader, self.thirds if is_test else None, stop)
+        if not isfinite(found.logloss) and not isnan(found.ctr):  # whose labels are not all unknown
+            where = "test split" if is_test else "validation samples"
+            raise self.trainer.non_finite(f"on the {where} after step {self.trainer.steps} (epoch {self.epoch})")
+        if is_test:
+            return found.values(), f"test {found}"
+        measured = {key: each for key, each in found.values().items() if key.startswith(("auc", "logloss"))}
+        text = f"validation {dataclasses.replace(found, excess_logloss=None)}"
+        return {f"validation_{key}": each for key, each in measured.items()}, text
 
     def ends_early(self) -> bool:
         """True after `train.patience` epochs that were not better than the best one, or where `after_epoch` says so.
@@ -288,7 +308,7 @@ class _EpochRun:
 
     def _tested(self, log: MetricsLog, end: EpochEnd) -> EpochEnd:
         """Adds the measures of the test split to those of an epoch, with whose weights the model is."""
-        values, text = self.quality.measure_test(self.state)
+        values, text = self.measure(self.test)
         log.write("test", self.trainer.steps, epoch=end["epoch"] - 1, **values)
         self.say(f"epoch {end['epoch']}  step {end['step']}  {text}")
         return end | values
