@@ -184,7 +184,7 @@ def test_a_key_without_description_is_refused() -> None:
         three: int = 3
 
     assert attribute_texts(Section) == {"one": "text that goes on.", "two": "text that goes on."}
-    with pytest.raises(ValueError, match="Section does not describe three"):
+    with pytest.raises(KeyError, match="three"):
         keys_of(Section)
 
 
