@@ -94,7 +94,7 @@ def online(
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         require_run_dir(run_dir, config, process, resume)
         run = _OnlineRun(config, RunPlace(run_dir, resume=resume), process)
-        run.open_source(source)
+        on_first(process, lambda: run.open_source(source))
         with run.trainer.running(resume):
             run.say(run.summary(source))
             report = run.follow(publish, resume)
@@ -124,12 +124,8 @@ class _OnlineRun:
         self._journal_begin = 0
 
     def open_source(self, source: str) -> None:
-        """Opens the source of samples, on the first process."""
-
-        def open_first() -> None:
-            self.source = open_source(source, damaged=self.config.online.damaged_files)  # the stream closes it
-
-        on_first(self.process, open_first)
+        """Opens the source of samples; on the first process."""
+        self.source = open_source(source, damaged=self.config.online.damaged_files)  # the stream closes it
 
     def follow(self, publish: str | None, resume: bool) -> dict[str, Any]:
         """Runs from the first sample, or from the newest checkpoint, to the end of the stream."""

@@ -123,7 +123,7 @@ class Checkpoints:
         lost: returns which processes are lost, see `Heartbeat.lost`; asked where the others keep this one waiting.
 
     Attributes:
-        folder: local folder of the checkpoints.
+        folder, fetch: local folder of the checkpoints, and what gets files of them that this host lacks.
         latest: the newest checkpoint known to be complete.
     """
 
@@ -135,7 +135,7 @@ class Checkpoints:
         lost: Callable[[], str] = lambda: "",
     ):
         self.latest: Path | None = None
-        self.folder = place.folder / CHECKPOINTS
+        self.folder, self.fetch = place.folder / CHECKPOINTS, place.fetch
         self._place, self._config, self._process, self._lost = place, config, process, lost
         # The writing threads need their own group: their collectives must not interleave with the model's, and are on
         # the CPU, which the default group of a single GPU does not reach.
@@ -162,14 +162,10 @@ class Checkpoints:
 
     def find(self) -> tuple[Path, Progress] | None:
         """The newest intact checkpoint, from which the run continues; see :func:`find_checkpoint`."""
-        found = find_checkpoint(self.folder, self._process, fetch=self._place.fetch)
+        found = find_checkpoint(self.folder, self._process, fetch=self.fetch)
         if found:
             self.latest = found[0]
         return found
-
-    def read(self, path: Path, state: State) -> None:
-        """Reads a checkpoint into the tensors of a state, as :func:`read_checkpoint`."""
-        read_checkpoint(path, state, self._place.fetch)
 
     def save(
         self, state: State, progress: Progress, about: dict[str, Any], write_files: WriteFiles | None = None

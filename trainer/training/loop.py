@@ -298,7 +298,7 @@ class _EpochRun:
             last = self._tested(log, last)
             if not is_last:
                 # The best checkpoint may be damaged; then another one is loaded.
-                folder, fetch = self.trainer.checkpoints.folder, self.trainer.place.fetch
+                folder, fetch = self.trainer.checkpoints.folder, self.trainer.checkpoints.fetch
                 found = self.state.load_weights(folder, fetch=fetch)
                 is_last = found.step != chosen["step"]
             chosen = last if is_last else self._tested(log, chosen)

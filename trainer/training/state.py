@@ -248,7 +248,7 @@ class TrainState:
                 if f"{key}.cpu" in keys
             }
             state = self._everything(progress.step) | random
-            checkpoints.read(path, state)
+            read_checkpoint(path, state, checkpoints.fetch)
             self._load(state)
             self.model.fused_optimizer.set_optimizer_step(int(state["iterations"]))
             if not random:
