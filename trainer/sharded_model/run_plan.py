@@ -58,15 +58,8 @@ class Scaled:
         optimizer = config.optimizer
         assert optimizer.l2 is not None, "with_defaults has not been called"
         assert optimizer.embedding_lr is not None, "with_defaults has not been called"
-        base = Hyperparameters(
-            optimizer.embedding_lr,
-            optimizer.dense_lr,
-            optimizer.l2,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            dense_weight_decay=optimizer.dense_weight_decay,
-        )
+        names = [each.name for each in dataclasses.fields(Hyperparameters)]  # which are keys of [optimizer]
+        base = Hyperparameters(**{name: getattr(optimizer, name) for name in names})
         sizes: dict[str, Any] = {
             "base_batch_size": optimizer.base_batch_size,
             "batch_size": batch_size or config.train.batch_size,
@@ -86,11 +79,7 @@ class Scaled:
                     f" {sizes['batch_size']:,}, which turns its sign; set it to {0.99 * given / of_step:.3g}"
                     " or less, or make train.batch_size smaller"
                 )
-        return cls(
-            scaled,
-            scale_clip(config.clip.build(), **sizes),
-            wide if optimizer.wide == "ftrl" else None,
-        )
+        return cls(scaled, scale_clip(config.clip.build(), **sizes), wide if optimizer.wide == "ftrl" else None)
 
 
 @dataclass(frozen=True)
@@ -275,12 +264,7 @@ class Schedule:
         """The schedule of a run over epochs, whose steps are counted as in :class:`RunPlan`."""
         decay = config.lr_decay or "none"
         steps = ramp.full_steps(total_steps) if isinstance(decay, str) else decay * epoch_steps
-        return cls(
-            warmup_steps=ceil(config.warmup_epochs * epoch_steps - 1e-9),
-            decay=decay,
-            decay_steps=steps,
-            ramp=ramp,
-        )
+        return cls(ceil(config.warmup_epochs * epoch_steps - 1e-9), decay, steps, ramp)
 
     def embedding_lr(self, values: Hyperparameters, step: int) -> float:
         return values.embedding_lr * self._left(self.ramp.full_steps(step))
