@@ -26,11 +26,7 @@ Stop = Callable[[], bool]
 """Asked before each batch, by all processes equally often: whether to stop."""
 
 
-def never() -> bool:
-    return False
-
-
-def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None, stop: Stop = never) -> Quality:
+def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None, stop: Stop | None = None) -> Quality:
     """Measures a reader's labelled samples, of a test split by time the newest by themselves too.
 
     All processes call together and get the same numbers.
@@ -83,7 +79,7 @@ def field_importance(state: TrainState, reader: Reader, samples: Samples) -> dic
     return dict(sorted(found.items(), key=lambda each: -each[1]["logloss_rise"]))
 
 
-def predicted_samples(state: TrainState, reader: Reader, stop: Stop = never) -> Samples:
+def predicted_samples(state: TrainState, reader: Reader, stop: Stop | None = None) -> Samples:
     """Predictions of all samples of a reader, in its order, on the CPU of the first process; on others, of their own.
 
     All processes call together. The first one holds 8 bytes of each sample, 12 with weights, and sorts them.
@@ -105,7 +101,7 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return None if parts[0] is None else torch.cat([each for each in parts if each is not None])
 
 
-def predictions(state: TrainState, reader: Reader, stop: Stop = never) -> Iterator[Samples]:
+def predictions(state: TrainState, reader: Reader, stop: Stop | None = None) -> Iterator[Samples]:
     """Yields the predictions of each batch of this process, in the reader's order.
 
     The model is in evaluation mode meanwhile. If the training split kept a share of the negatives, predictions of other
@@ -126,7 +122,7 @@ def predictions(state: TrainState, reader: Reader, stop: Stop = never) -> Iterat
     try:
         with torch.no_grad():
             for _ in range(len(reader)):
-                if stop():
+                if stop and stop():
                     raise Stopped
                 _, logits, label = state.pipeline.progress(taken)
                 yield Samples(logits + shift if shift else logits, label, *others.popleft())

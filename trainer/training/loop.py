@@ -54,7 +54,7 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.sharding import SHARDING, describe_sharding, sharding_line
 
 from .dataloading import Readers, even_slice, keep_resident, training_readers
-from .evaluation import Stop, Stopped, evaluate, never
+from .evaluation import Stop, Stopped, evaluate
 from .saved_run import warm_start
 from .state import Step, TrainState
 
@@ -231,7 +231,7 @@ class _EpochRun:
         self.epochs.append({"epoch": self.epoch, "step": steps, **values})
         self.say(f"epoch {self.epoch}/{self.config.train.epochs}  step {steps}  {text}")
 
-    def measure(self, reader: Reader, stop: Stop = never) -> tuple[dict[str, Any], str]:
+    def measure(self, reader: Reader, stop: Stop | None = None) -> tuple[dict[str, Any], str]:
         """Measures of the validation samples or of the test split, and a text for the terminal; raises Stopped."""
         is_test = reader is self.test
         found = evaluate(self.state, reader, self.thirds if is_test else None, stop)
