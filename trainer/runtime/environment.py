@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
@@ -95,11 +95,13 @@ def launched_world_size() -> int:
 
 
 class _AboveBars(logging.Handler):
-    """Prints records to stderr, above progress bars."""
+    """Prints records to stderr, above progress bars. What cannot be written, as to a full disk, is lost."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
-        sys.stderr.flush()
+        line = self.format(record)
+        with suppress(OSError):  # whoever logs would end, which may be a thread that nobody restarts
+            tqdm.write(line, file=sys.stderr)
+            sys.stderr.flush()
 
 
 _HANDLER = _AboveBars()

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,8 @@ def on_data(config: RunConfig, data_dir: Path, schema: Schema) -> RunConfig:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):  # the log of a long search may be on a full disk
+        print(text, file=sys.stderr, flush=True)
 
 
 def train_here(config: RunConfig, run_dir: Path, after_epoch: AfterEpoch | None = None) -> bool:

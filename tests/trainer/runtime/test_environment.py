@@ -63,6 +63,25 @@ def test_entry_points_prepare_the_process_before_torch_is_loaded(name: str) -> N
     assert python(f"{WATCH}sys.argv = {given}; {ENTRY_POINTS[name]}") == f"{list(PROCESS_SETTINGS.values())}\n"
 
 
+LOGGING = """
+import logging, os
+from cowrec.trainer.runtime.environment import prepare_process
+prepare_process()
+from cowrec.trainer.sweep.runs import say
+terminal, full = os.dup(2), os.open("/dev/full", os.O_WRONLY)
+os.dup2(full, 2)
+logging.getLogger("cowrec.trainer").info("of a run")
+say("of a sweep")
+os.dup2(terminal, 2)
+print("goes on")
+"""
+
+
+def test_a_log_that_cannot_be_written_ends_nothing() -> None:
+    ended = subprocess.run([sys.executable, "-c", LOGGING], env=CLEAN, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "goes on\n"), ended.stderr
+
+
 def started_with() -> dict[str, str]:
     """The settings in the environment with which this process's program was started."""
     pairs = (pair.partition("=") for pair in Path("/proc/self/environ").read_text().split("\0"))
