@@ -8,7 +8,7 @@ import re
 import shutil
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -249,17 +249,24 @@ def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> It
 
 def _clear_leftovers(final: Path) -> None:
     """Removes the folders of killed processes, and restores a data set that one had moved but not replaced."""
-    for left in sorted(final.parent.glob(f"{glob.escape(final.name)}{PARTIAL}*")):
+    for left in _named_by_process(final, PARTIAL):
         process = left.name.rpartition("-")[2]
         busy = f"{final} is being written by process {process}, in {left}; wait until it is done, or end it"
         with locked(left, busy):
             shutil.rmtree(left)
         logger.warning("process %s ended before %s was complete; removing %s and starting again", process, final, left)
-    for old in sorted(final.parent.glob(f"{glob.escape(final.name)}{REPLACED}*")):
-        if final.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(final)
+    for old in _named_by_process(final, REPLACED):
+        with suppress(ValueError):  # of a folder that is no data set, and so not what a process has moved
+            _check_target(old, overwrite=True)
+            if final.exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(final)
+
+
+def _named_by_process(final: Path, separator: str) -> list[Path]:
+    found = final.parent.glob(f"{glob.escape(final.name)}{separator}*")
+    return sorted(each for each in found if each.name.removeprefix(final.name + separator).isdecimal())
 
 
 def _check_target(final: Path, overwrite: bool) -> None:
@@ -303,7 +310,7 @@ def _rename(partial: Path, final: Path) -> None:
     except OSError:
         old.rename(final)
         raise
-    shutil.rmtree(old)
+    old.rename(partial)  # which is removed next; a part of it, which a kill leaves, could not be restored
 
 
 @contextmanager

@@ -91,3 +91,14 @@ def test_a_data_set_moved_for_an_overwrite_is_restored(raw, tmp_path):
     (tmp_path / "out.replaced-7").mkdir()
     prepare("criteo", [raw], tmp_path / "out", CONFIG, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "raw"]
+
+
+def test_a_users_own_folders_of_like_names_are_left_alone(raw, tmp_path):
+    names = ["out.partial-week", "out.partial-week-7", "out.replaced-7", "out.replaced-old"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("precious")
+    for overwrite in (False, True):
+        prepare("criteo", [raw], tmp_path / "out", CONFIG, overwrite=overwrite)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", *names, "raw"]
+        assert all((tmp_path / name / "notes.txt").read_text() == "precious" for name in names)
