@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from cowrec.data_pipeline.files import NO_SPACE, locked, space_remedy
+from cowrec.data_pipeline.files import NO_SPACE, locked, space_remedy, sync_folder
 from cowrec.data_pipeline.remote import fetch_missing
 
 from .sample_block import Bags, SampleBlock, id_dtype
@@ -223,15 +223,17 @@ PARTIAL, REPLACED = ".partial-", ".replaced-"
 def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
     """Creates a folder that becomes `output` at the end of the block, or is removed on an exception.
 
-    It is `<output>.partial-<process id>`, on the same disk. A killed process leaves one behind; the next call for the
-    same `output` removes it with a warning.
+    It is `<output>.partial-<process id>`, on the same disk: if `output` is a link, that of the folder it points to. A
+    killed process leaves one behind; the next call for the same `output` removes it with a warning.
 
     Raises:
-        ValueError: `output` exists and is not empty (with `overwrite`: and is no data set, or has other files too), or
-            another process is writing it.
+        ValueError: `output` exists and is not empty (with `overwrite`: and is no data set, or has other files too), is
+            a mount point, or another process is writing it.
         OSError: the disk is full; the message names the disk and its free space.
     """
-    final = Path(output).absolute()
+    final = Path(os.path.realpath(output))
+    if final.is_mount():
+        raise ValueError(f"{final} is a mount point, which cannot be replaced; name a folder in it: {final / 'data'}")
     _clear_leftovers(final)
     _check_target(final, overwrite)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -243,6 +245,7 @@ def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> It
                 yield partial
         _check_target(final, overwrite)
         _rename(partial, final)
+        sync_folder(final.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cowrec.data_pipeline import RESERVED_ROWS, Schema
 from cowrec.data_pipeline.dataset.schema import library_versions
 from cowrec.data_pipeline.dataset.shards import new_folder
-from cowrec.data_pipeline.files import sync_folder, write_file
+from cowrec.data_pipeline.files import write_file
 from cowrec.data_pipeline.remote import Place
 from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.models.own_code import is_import_path
@@ -176,7 +176,6 @@ def write_export(
             own_code("model.name", config.name) if is_import_path(config.name) else None,
         )
         manifest.save(folder)
-    sync_folder(output.absolute().parent)
     return manifest
 
 

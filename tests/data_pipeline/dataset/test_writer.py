@@ -39,3 +39,14 @@ def test_only_a_data_set_is_overwritten_and_only_when_asked(tmp_path):
     refused("2 files in it are not a data set's: raw.csv, train/notes.txt", synthesize, out, SMALL, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
     assert sorted(os.listdir(out)) == ["raw.csv", "schema.json", "test", "train"]
+
+
+def test_a_link_is_written_through_and_a_mount_point_is_refused(tmp_path):
+    link, large = tmp_path / "out", tmp_path / "large disk" / "out"
+    link.symlink_to(large)
+    for rows in (100, 200):
+        synthesize(link, SynthesizeConfig(rows=rows, test_rows=100, vocabulary_scale=1e-4), overwrite=True)
+        assert link.readlink() == large
+        assert Schema.load(large).splits["train"].rows == rows
+    assert os.listdir(large.parent) == ["out"]
+    refused("/proc is a mount point, which cannot be replaced; name a folder in it: /proc/data", synthesize, "/proc")
