@@ -222,14 +222,17 @@ def stream(
 
     Example: `cowrec stream data/drifting --to incoming --days 30 --rate 2000`
     """
+    from cowrec.data_pipeline.files import locked_folder
     from cowrec.data_pipeline.streams.directory import DirectorySink, send
     from cowrec.data_pipeline.synthetic.drifting import drift_config, drifting_tables
 
-    config, sink = drift_config(data), DirectorySink(to)
+    config = drift_config(data)
     first = config.rows if skip_days is None else round(skip_days * config.rows / config.days)
-    sent = send(drifting_tables(config, first, round(days * config.rows / config.days), chunk), sink, rate)
-    if end:
-        sink.end()
+    with locked_folder(to):  # another command would give its files the same names
+        sink = DirectorySink(to)
+        sent = send(drifting_tables(config, first, round(days * config.rows / config.days), chunk), sink, rate)
+        if end:
+            sink.end()
     print(f"{to}: {sent:,} samples")
 
 

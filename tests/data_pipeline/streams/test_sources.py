@@ -11,6 +11,7 @@ import pytest
 
 from commands.command_line import exit_code
 from cowrec.data_pipeline import Position, SampleStream, open_source
+from cowrec.data_pipeline.files import locked
 from cowrec.data_pipeline.streams.directory import END, DirectorySink, send
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables, synthesize_drifting
 from refusal import refused
@@ -291,3 +292,7 @@ def test_the_command_continues_after_the_training_rows(tmp_path, monkeypatch, ca
     assert source.poll(1000, 600).samples.equals(expected)
     assert source.poll(1000, 1) is None
     assert source.ended
+    with locked(tmp_path / "samples"):  # as a second command would
+        assert exit_code(monkeypatch, *command) == 2
+    assert f"another process is at work in {tmp_path}/samples" in capsys.readouterr().err
+    assert len(list((tmp_path / "samples").glob("*.parquet"))) == 1
