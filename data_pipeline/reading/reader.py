@@ -98,7 +98,8 @@ class Reader:
             raise ValueError(f"rank must be in [0, world_size), got rank {rank} of {world_size}")
         if window_rows < 1:
             raise ValueError(f"window_rows must be at least 1, got {window_rows}")
-        self.schema = Schema.load(data_dir).of_batches(true_logits=true_logits)
+        self._stored = Schema.load(data_dir)
+        self.schema = self._stored.of_batches(true_logits=true_logits)
         self.split, self.batch_size = split, batch_size
         self.device = torch.device(device)
         size = self.schema.split(split)
@@ -187,7 +188,8 @@ class Reader:
         ahead of the device.
 
         Raises:
-            ValueError: an invalid argument; or, while iterating, a missing or damaged shard.
+            ValueError: an invalid argument; or, while iterating, a missing or damaged shard, or one of another data set
+                that has replaced this one.
         """
         if epoch < 0:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
@@ -257,7 +259,14 @@ class Reader:
     def _load(self, shards: Sequence[int]) -> SampleBlock:
         """Loads the complete shards of parts."""
         numbers = tuple(self._parts[each].number for each in shards)
-        return load_shards(self._data_dir, self.schema, self.split, numbers)
+        try:
+            return load_shards(self._data_dir, self.schema, self.split, numbers)
+        finally:  # in place of an error about such a shard, too
+            if Schema.load(self._data_dir) != self._stored:
+                raise ValueError(
+                    f"{self._data_dir} was replaced by another data set since this run began, whose ids mean something"
+                    " else; start a new run"
+                )
 
     def _starts(self, parts: Sequence[int]) -> list[int]:
         """Returns where the complete shards of parts start in a block of them, and where the last one ends."""

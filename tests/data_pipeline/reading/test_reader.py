@@ -178,6 +178,18 @@ def test_an_exception_in_the_thread_reaches_the_consumer(tmp_path):
     assert not reader_threads()
 
 
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_data_set_that_is_replaced_while_it_is_read_is_refused(tmp_path, lists):
+    """By one whose ids have other meanings, and that would be read without an error where its columns are the same."""
+    one = write_numbered(tmp_path / "one", 40, 10)
+    reader = Reader(one, "train", batch_size=10, window_rows=10)
+    assert len(list(reader.epoch(0))) == 4
+    one.rename(tmp_path / "old")
+    other = write_numbered(tmp_path / "other", 50, 10, lists=lists)
+    other.rename(one)
+    refused(f"{one} was replaced by another data set since this run began", list, reader.epoch(1))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -101,6 +101,14 @@ def test_a_missing_or_damaged_shard_is_refused_as_in_a_folder(uri: str, tmp_path
     assert not (cache_folder("s3://bucket/none") / "train").exists()
 
 
+def test_a_data_set_that_another_command_copies_anew_is_not_read_on(uri: str, tmp_path: Path) -> None:
+    reader = Reader(local_data(uri), "train", rows=range(10), batch_size=10)
+    other = write_numbered(tmp_path / "other", 70, 10, lists=True)
+    RemoteFolder(uri).upload(other, sorted(files(other)))
+    copy = local_data(uri)
+    refused(f"{copy} was replaced by another data set since this run began", list, reader.epoch(0))
+
+
 def test_readers_that_need_a_shard_at_once_have_it_complete(uri: str, data: Path) -> None:
     copy, name = local_data(uri), "train/00001.parquet"
     (copy / "train").mkdir(exist_ok=True)
