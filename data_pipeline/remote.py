@@ -97,12 +97,18 @@ class RemoteFolder:
         self._path = PurePosixPath(path)
 
     def list(self, *, within: str = "") -> dict[str, pafs.FileInfo]:
-        """Returns size and time of all files in the folder, or below `within`, by name. Raises OSError."""
+        """Returns size and time of all files in the folder, or below `within`, by name.
+
+        Raises OSError if the store does not answer, or a name has a part ".." and would lead out of a copy.
+        """
         selector = pafs.FileSelector(str(self._path / within), allow_not_found=True, recursive=True)
         with _named(self.uri):
             found = self._files.get_file_info(selector)
         files = [each for each in found if each.type == pafs.FileType.File]
-        return {str(PurePosixPath(each.path).relative_to(self._path)): each for each in files}
+        names = [PurePosixPath(each.path).relative_to(self._path) for each in files]
+        if outside := next((name for name in names if ".." in name.parts), None):
+            raise OSError(f'{self.uri} has an object "{outside}", which would be copied to another folder; remove it')
+        return dict(zip(map(str, names), files, strict=True))
 
     def read(self, name: str) -> bytes:
         """Reads a file. Raises FileNotFoundError, OSError."""

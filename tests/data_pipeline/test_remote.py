@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import boto3
 import pytest
 
 from commands.command_line import exit_code
@@ -56,6 +57,17 @@ def test_a_folder_is_copied_to_the_store_and_back(server: S3Server, tmp_path: Pa
     assert remote.list().keys() == {"a.txt", "deep/empty"}
     with pytest.raises(FileNotFoundError, match=r"s3://bucket/some/run/never does not exist"):
         remote.read("never")
+
+
+def test_an_object_whose_name_leads_out_of_the_folder_is_not_copied(server: S3Server, tmp_path: Path) -> None:
+    """Whoever may write to a bucket can choose such names, though not with pyarrow."""
+    remote = RemoteFolder("s3://bucket/untrusted/export")
+    client = boto3.client("s3", endpoint_url=server.endpoint)
+    for name in ("taken", "untrusted/export/manifest.json", "untrusted/export/deep/../../../taken"):
+        client.put_object(Bucket="bucket", Key=name, Body=b"{}")
+    with pytest.raises(OSError, match=r's3://bucket/untrusted/export has an object "deep/../../../taken", which would'):
+        remote.download(tmp_path / "a" / "copy")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_errors_name_the_place(server: S3Server) -> None:
