@@ -330,7 +330,10 @@ def _prune(newest: Path, progress: Progress, keep: CheckpointConfig) -> None:
     kept |= {newest.parent / checkpoint_name(best["step"])} if best else set()
     for path in found:
         if path not in kept:
-            shutil.rmtree(path)
+            try:
+                path.unlink() if path.is_symlink() else shutil.rmtree(path)
+            except OSError as error:  # the new checkpoint is complete nevertheless
+                logger.warning(f"warning: {path} is no longer needed but cannot be removed ({error}); remove it")
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from cowrec.data_pipeline.files import checksum, locked_folder
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.config.sections import CheckpointConfig
-from cowrec.trainer.runs.checkpoint import Checkpoints, checkpoint_name, find_checkpoint, list_checkpoints
+from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, checkpoint_name, find_checkpoint, list_checkpoints
 from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.runtime.processes import Process, process_group
@@ -280,6 +280,27 @@ def test_checkpoints_that_are_kept(folder: Path, tmp_path: Path) -> None:
     left = {int(each.name.removeprefix("step_")) for each in (tmp_path / "run" / "checkpoints").iterdir()}
     best = min(report["epochs"], key=lambda epoch: epoch["logloss"])["step"]
     assert left == {18, 20, best}
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(tmp_path: Path, caplog: Any) -> None:
+    """One is a file, which no folder's removal takes; another one was moved to a larger disk, and a link is left."""
+    large, said = tmp_path / "large", list[str]()
+    with process_group("cpu") as process:
+        checkpoints = Checkpoints(
+            RunPlace(tmp_path / "run", resume=True), CheckpointConfig(keep_last=1), process, said.append
+        )
+        checkpoints.save({"weight": torch.ones(3)}, Progress(2), {})
+        checkpoints.finish()
+        first, second = (checkpoints.folder / checkpoint_name(step) for step in (1, 2))
+        second.rename(large)
+        second.symlink_to(large)
+        first.touch()
+        checkpoints.save({"weight": torch.ones(3)}, Progress(3), {})
+        checkpoints.finish()
+    assert list_checkpoints(checkpoints.folder) == [first, checkpoints.latest]
+    assert large.is_dir()
+    assert said == []
+    assert f"{first} is no longer needed but cannot be removed" in caplog.text
 
 
 @pytest.mark.parametrize("message", [CHECKSUM, "checkpoint.json or its checksum is missing"])
