@@ -60,7 +60,12 @@ def local_path(place: Place) -> Path:
     if is_remote(place):
         raise ValueError(f"{os.fspath(place)} is not local")
     text = os.fspath(place)
-    return Path(pafs.FileSystem.from_uri(text)[1] if _URI.match(text) else text)
+    try:
+        return Path(pafs.FileSystem.from_uri(text)[1] if _URI.match(text) else text)
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"{text} is no valid URI ({error}); write three slashes, file:///folder, and %20 for a space, or a path"
+        ) from None
 
 
 def require_local(place: Place, what: str, why: str) -> Path:

@@ -29,6 +29,8 @@ def test_places_are_recognized(tmp_path: Path) -> None:
     assert local_path("data/criteo") == Path("data/criteo")
     refused(r"ftp://host/x: scheme 'ftp' is not supported; use a path, s3://", is_remote, "ftp://host/x")
     refused(r"was a URI before it became a path", is_remote, Path("s3://bucket/run"))
+    for place in ("file://data/criteo", "file:///data/my set", "file:///data/50%"):
+        refused(rf"{place} is no valid URI .*write three slashes, file:///folder, and %20", local_path, place)
     with pytest.raises(ValueError, match=r"journal s3://b/x must be a local folder: it is appended to"):
         require_local("s3://b/x", "journal", "it is appended to")
 
