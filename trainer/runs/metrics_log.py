@@ -93,11 +93,16 @@ class MetricsLog:
 
 
 def _drop_after(metrics: Path, step: int) -> None:
-    """Removes the lines of steps after ``step`` and the incomplete last line of a killed process."""
+    """Removes the lines of steps after ``step``, the incomplete last line of a killed process, and damaged lines."""
     if not metrics.exists():
         return
-    kept = []
-    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] <= step:
-            kept.append(line)
-    replace_file(metrics, "".join(kept).encode())
+    kept, damaged = [], 0
+    for line in metrics.read_bytes().splitlines(keepends=True):
+        try:
+            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, LookupError, TypeError):  # after a power failure a part of a file may be zeros
+            damaged += 1
+    if damaged:
+        logger.warning("warning: %d damaged lines of %s are removed", damaged, metrics)
+    replace_file(metrics, b"".join(kept))

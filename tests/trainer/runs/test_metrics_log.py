@@ -235,6 +235,16 @@ def test_metrics_keep_to_their_size_and_a_resumed_run_continues_them(tmp_path: P
     assert found[0] <= 500
 
 
+def test_damaged_lines_are_removed_with_a_warning(tmp_path: Path, caplog: Any) -> None:
+    write(tmp_path, 1, 4)
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[1:3] = [b"\0" * 40 + lines[1][9:], b"\xff" + lines[2], b"17\n"]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    write(tmp_path, 5, 6, resumed_at=4)
+    assert steps(tmp_path) == [1, 4, 5, 6]
+    assert caplog.messages == [f"warning: 3 damaged lines of {tmp_path}/metrics.jsonl are removed"]
+
+
 def test_the_commit_is_read_without_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """git status refreshes the index otherwise, and a run that is killed meanwhile leaves its lock behind."""
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "code.py"))
