@@ -106,9 +106,16 @@ def cache_folder(uri: str, purpose: str = "") -> Path:
 
     It is in $COWREC_CACHE, by default `~/.cache/cowrec` ($XDG_CACHE_HOME/cowrec), and may be removed at any time when
     no process uses it.
+
+    Raises:
+        ValueError: none of these variables is set, and the user has no home folder.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    parent = Path(os.environ.get("COWREC_CACHE") or Path(home) / "cowrec")
+    try:
+        parent = Path(
+            os.environ.get("COWREC_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cowrec")
+        )
+    except RuntimeError:
+        raise ValueError(f"{uri} needs a folder for a copy, and this user has no home; set COWREC_CACHE") from None
     key = f"{uri.rstrip('/')} {os.environ.get('AWS_ENDPOINT_URL', '')}"
     name = uri.split("?")[0].rstrip("/").rpartition("/")[2]
     return parent / f"{name}-{purpose}{hashlib.sha256(key.encode()).hexdigest()[:16]}"

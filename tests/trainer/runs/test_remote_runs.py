@@ -119,6 +119,22 @@ def test_readers_that_need_a_shard_at_once_have_it_complete(uri: str, data: Path
     assert fetched(copy) == {1}
 
 
+def _copies_of_nobody(_: int, parent: Path) -> None:
+    os.environ.pop("HOME", None)
+    os.environ.pop("XDG_CACHE_HOME", None)
+    os.environ["COWREC_CACHE"] = str(parent)
+    os.setuid(54321)
+    assert cache_folder("s3://bucket/run").parent == parent
+    del os.environ["COWREC_CACHE"]
+    refused("s3://bucket/run needs a folder for a copy, .*; set COWREC_CACHE", cache_folder, "s3://bucket/run")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to become another user")
+def test_a_user_without_a_name_and_a_home_folder_needs_a_variable(tmp_path: Path) -> None:
+    """As in a container that is started with a user's number."""
+    in_processes(_copies_of_nobody, (tmp_path,), 1)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_folder(tmp_path_factory.mktemp("remote"), ("price", "city"))
