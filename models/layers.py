@@ -84,13 +84,13 @@ class Mlp(nn.Module):
     def __init__(self, width: int, hidden: Sequence[int], dropout: float) -> None:
         super().__init__()
         self.layers, self._drops = nn.Sequential(), dropout > 0
-        for fan_in, fan_out in pairwise([width, *hidden]):
+        for number, (fan_in, fan_out) in enumerate(pairwise([width, *hidden])):
             layer = LinearRelu(fan_in, fan_out)
             layer.weight = glorot_normal(fan_out, fan_in)
             nn.init.zeros_(layer.bias)
-            self.layers.append(layer)
+            self.layers.add_module(str(number), layer)  # under one name, with dropout or without
             if self._drops:
-                self.layers.append(nn.Dropout(dropout))
+                self.layers.add_module(f"dropout{number}", nn.Dropout(dropout))
 
     def forward(self, x: Tensor, padded: Tensor | None = None) -> Tensor:
         """[B, K] -> [B, hidden[-1]]; ``padded`` as in :func:`linear_relu`."""

@@ -48,10 +48,10 @@ class FinalNet(nn.Module):
     @staticmethod
     def _block(widths: list[int], dropout: float) -> nn.Sequential:
         layers = nn.Sequential()
-        for fan_in, fan_out in pairwise(widths):
-            layers.append(FactorizedInteraction(fan_in, fan_out))
+        for number, sizes in enumerate(pairwise(widths)):
+            layers.add_module(str(number), FactorizedInteraction(*sizes))  # see Mlp
             if dropout > 0:
-                layers.append(nn.Dropout(dropout))
+                layers.add_module(f"dropout{number}", nn.Dropout(dropout))
         return layers
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:

@@ -1,5 +1,6 @@
 """Networks against plain torch: sizes, values and gradients, bags of several ids, and edge cases of a batch."""
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -195,6 +196,13 @@ def test_initial_biases_are_zero_and_the_seed_sets_the_other_weights() -> None:
             if not mine.is_meta:
                 assert torch.equal(mine, other)
                 assert bool(mine.any()) != ("bias" in key), key
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_weights_have_the_same_names_with_and_without_dropout(name: str) -> None:
+    """Those of one can be loaded into the other: a server's, or one that a run starts from."""
+    dropping = build_model(dataclasses.replace(small(name), dropout=0.5), tables(), 2)
+    dropping.load_state_dict(small_model(name).state_dict())
 
 
 def test_dropout_is_off_while_evaluating() -> None:
