@@ -114,10 +114,14 @@ class Manifest:
 def fingerprint(folder: Path, model: ModelConfig) -> str:
     """Computes the SHA-256 of what weights mean: of the network, and of the fields, labels and vocabularies of data.
 
-    The folder is an export or a data set; its vocabularies are read.
+    The folder is an export or a data set; its vocabularies are read. Settings that change neither predictions nor the
+    weights' names and shapes, such as dropout, are not part of it.
     """
     schema = Schema.load(folder)
-    parts: list[Any] = [model, *schema.dense, *schema.sparse]
+    names = [each.name for each in schema.sparse]
+    widths = dict(zip(names, model.widths(names), strict=True))
+    network = dataclasses.replace(model, dropout=0.0, embedding_dims=widths)
+    parts: list[Any] = [network, *schema.dense, *schema.sparse]
     text = json.dumps([*map(dataclasses.asdict, parts), schema.labels, schema.negative_fraction])
     # A number without a fraction is read back as an integer or as a float.
     digest = hashlib.sha256(json.dumps(json.loads(text, parse_int=float), sort_keys=True).encode())

@@ -174,7 +174,10 @@ def export_to_a_full_disk(_: int, run_dir: Path, folder: Path) -> None:
 
 
 def test_the_fingerprint_is_of_what_weights_mean(folder: Path, tmp_path: Path) -> None:
-    """Neither the Parquet library and the counts of a vocabulary, nor the splits are; the order of its ids is."""
+    """Neither the Parquet library and the counts of a vocabulary, nor the splits are; the order of its ids is.
+
+    Nor is dropout, nor a field's width that equals the others'.
+    """
     single, data, model = folder / "single" / "data", tmp_path / "data", load_config(folder / "run.toml").model
     shutil.copytree(single / "vocabulary", data / "vocabulary")
     schema, file = Schema.load(single), data / "vocabulary" / "city.parquet"
@@ -187,14 +190,16 @@ def test_the_fingerprint_is_of_what_weights_mean(folder: Path, tmp_path: Path) -
         return fingerprint(data, config)
 
     assert changed(splits={}) == changed(negative_fraction=1) == expected
+    assert changed(dataclasses.replace(model, dropout=0.5, embedding_dims={"city": model.embedding_dim})) == expected
     others = [
+        changed(dataclasses.replace(model, embedding_dims={"city": model.embedding_dim + 1})),
         changed(dataclasses.replace(model, hidden=(9,))),
         changed(order=pa.array([1, 0, *range(2, len(table))])),
         changed(labels=("buy",)),
         changed(negative_fraction=0.5),
         changed(dense=(dataclasses.replace(schema.dense[0], maximum=1e9), *schema.dense[1:])),
     ]
-    assert len({expected, *others}) == 6
+    assert len({expected, *others}) == 7
 
 
 def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path, tmp_path: Path) -> None:
