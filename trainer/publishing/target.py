@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlencode, urlunsplit
@@ -24,8 +25,8 @@ DEADLINE = 10.0
 LEASE = 15.0
 """Seconds for which a publisher has a name in Redis, after it was last renewed."""
 
-_MAX_BYTES = 512 << 20
-"""Limit of Redis for a value, in bytes."""
+_PART_BYTES = 16 << 20
+"""Size of the parts of a blob in Redis, which limits a value to 512 MiB and answers nobody else while it takes one."""
 
 
 class LeaseHeld(OSError):
@@ -148,9 +149,13 @@ class _Directory:
 
 
 class RedisTarget:
-    """Redis with keys ``NAME:delta:12`` and ``NAME:full:12``, and the sorted set ``NAME:versions`` of both.
+    """Redis with lists ``NAME:delta:12`` and ``NAME:full:12`` of the parts of blobs, and the sorted set
+    ``NAME:versions`` of both.
 
-    ``NAME:publisher`` is the lease of the publisher. Every version is written in a transaction that fails if another
+    A blob is written under another name, ``NAME:partial:...``, and renamed by the transaction that adds its last part.
+    What a publisher leaves unfinished expires.
+
+    ``NAME:publisher`` is the lease of the publisher. Every part is written in a transaction that fails if another
     publisher has it by then, so that one which hung for longer than its lease cannot write among the other's versions.
     """
 
@@ -158,7 +163,7 @@ class RedisTarget:
         parts = split_url(url)
         query = parse_qs(parts.query)
         self._name = query.pop("name", ["cowrec"])[0]
-        self._lease = f"{self._name}:publisher"
+        self._lease, self._partial = f"{self._name}:publisher", f"{self._name}:partial:{uuid.uuid4().hex}"
         plain = urlunsplit(parts._replace(query=urlencode(query, doseq=True)))
         self._redis = open_redis(plain, socket_timeout=DEADLINE, socket_connect_timeout=DEADLINE)
         import redis
@@ -176,27 +181,36 @@ class RedisTarget:
         return sorted((int(version), kind) for kind, version in kinds)
 
     def read(self, version: int, kind: Kind) -> bytes:
+        key, blob = self._key(version, kind), BytesIO()
         with self._named_errors():
-            blob: Any = self._redis.get(self._key(version, kind))
-        if blob is None:
-            raise FileNotFoundError(f"Redis has no {self._key(version, kind)}")
-        return bytes(blob)
+            parts: Any = self._redis.llen(key)
+            for number in range(max(parts, 1)):
+                part: Any = self._redis.lindex(key, number)
+                if part is None:
+                    raise FileNotFoundError(f"Redis has no {key}")
+                blob.write(part)
+        return blob.getvalue()
 
     def write(self, version: int, kind: Kind, blob: bytes) -> None:
-        if len(blob) > _MAX_BYTES:
-            raise OSError(
-                f"a version of {len(blob):,} bytes exceeds the limit of Redis, {_MAX_BYTES:,}; publish to a directory"
-            )
-        self.keep()
-        with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
-            self._holds_lease(transaction)
-            transaction.set(self._key(version, kind), blob, nx=True)
-            transaction.zadd(f"{self._name}:versions", {f"{kind}:{version}": version})
-            if not transaction.execute()[0]:
-                raise FileExistsError(
-                    f"Redis has {self._key(version, kind)} already, written by another publisher; stop it or use"
-                    " another name"
-                )
+        key, content, firsts = self._key(version, kind), memoryview(blob), range(0, len(blob), _PART_BYTES)
+        for number, first in enumerate(firsts):
+            self.keep()
+            with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
+                transaction.watch(self._partial)
+                if number and transaction.llen(self._partial) != number:
+                    raise OSError(f"Redis has lost parts of {key} while it was written")
+                self._holds_lease(transaction)
+                if number == 0:
+                    transaction.delete(self._partial)
+                transaction.rpush(self._partial, content[first : first + _PART_BYTES])
+                transaction.pexpire(self._partial, round(LEASE * 1000))
+                if first == firsts[-1]:
+                    transaction.zadd(f"{self._name}:versions", {f"{kind}:{version}": version})
+                    transaction.renamenx(self._partial, key)
+                    transaction.persist(key)
+                done = transaction.execute()
+        if not done[-2]:
+            raise FileExistsError(f"Redis has {key} already, written by another publisher; stop it or use another name")
 
     def remove(self, version: int, kind: Kind) -> None:
         with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,14 @@ from refusal import refused
 from run_comparison import wait_for
 from servers.redis_server import redis_server
 
+PART_BYTES = "cowrec.trainer.publishing.target._PART_BYTES"
+
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cowrec.trainer.publishing.follower._POLL_SECONDS", 0.01)
     monkeypatch.setattr("cowrec.trainer.publishing.publisher._PAUSE", 0.05)
+    monkeypatch.setattr(PART_BYTES, 500)  # a fraction of a version
 
 
 @pytest.fixture(params=["directory", "redis", "s3"])
@@ -389,8 +393,46 @@ def test_one_name_has_one_publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 publish_step(other, 1)
 
 
-def test_a_full_redis_loses_its_old_versions_first(tmp_path: Path) -> None:
+def write_to(url: str, blob: bytes) -> None:
+    open_target(url, publishing=True).write(1, "full", blob)
+
+
+def test_a_version_of_many_parts_is_in_redis_completely_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed publisher has begun is never listed and does not stay; one that lost parts is not completed."""
+    monkeypatch.setattr("cowrec.trainer.publishing.target.LEASE", 3.0)
+    blob = os.urandom(600 * 500 + 1)
+    with redis_server(tmp_path) as server:
+        client, unfinished = server.client(), "cowrec:partial:*"
+        process = multiprocessing.get_context("fork").Process(target=write_to, args=(server.url, blob))
+        process.start()
+        wait_for(lambda: client.keys(unfinished))
+        process.kill()
+        process.join()
+        assert not open_target(server.url).blobs()
+        wait_for(lambda: not client.keys(unfinished))
+        with contextlib.closing(open_target(server.url, publishing=True)) as target:
+            with ThreadPoolExecutor() as threads:
+                written = threads.submit(target.write, 1, "full", blob)
+                wait_for(lambda: client.keys(unfinished))
+                client.delete(*client.keys(unfinished))
+                with pytest.raises(OSError, match=r"lost parts of cowrec:full:1|WatchError"):  # or within a transaction
+                    written.result()
+            assert not target.blobs()
+            target.write(1, "full", blob)
+            with pytest.raises(FileExistsError, match="Redis has cowrec:full:1 already"):
+                target.write(1, "full", blob)
+            assert (target.blobs(), client.ttl("cowrec:full:1")) == ([(1, "full")], -1)
+            assert target.read(1, "full") == blob
+            target.remove(1, "full")
+            with pytest.raises(FileNotFoundError, match="Redis has no cowrec:full:1"):
+                target.read(1, "full")
+
+
+def test_a_full_redis_loses_its_old_versions_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four million bytes a version, and room for three and a half; the one that is written takes twice its size."""
+    monkeypatch.setattr(PART_BYTES, 3_000_000)
     with redis_server(tmp_path) as server, publisher(server.url, compact_after=1) as out:
         used = server.client().info("memory")["used_memory"]
         server.client().config_set("maxmemory", used + 14_000_000)
