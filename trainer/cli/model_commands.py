@@ -44,6 +44,8 @@ def evaluate(
     and of the rest. Takes about 120 bytes of memory for each sample, with --by 180, and with --importance the samples
     themselves.
 
+    Uses a GPU as training does; `CUDA_VISIBLE_DEVICES=1` before the command chooses the second, an empty value the CPU.
+
     Example: `cowrec evaluate runs/criteo --data data/criteo --by C14`
     """
     from cowrec.trainer.reports.text_table import quality_tables
@@ -71,6 +73,8 @@ def predict(
 
     Prepare raw data with the run's ids first: `cowrec prepare criteo --like RUN --input new.txt --output DIR`
 
+    Uses a GPU as training does; `CUDA_VISIBLE_DEVICES=1` before the command chooses the second, an empty value the CPU.
+
     Example: `cowrec predict runs/criteo --data DIR --output predictions.parquet`
     """
     from cowrec.trainer.training.saved_run import predict_run
@@ -90,6 +94,8 @@ def export(
     """Exports a run's model for serving: tables, network, schema, vocabularies, and a manifest of these files.
 
     int8 stores a float32 scale with each row. The manifest records the largest error of tables and logits.
+
+    Uses a GPU as training does; `CUDA_VISIBLE_DEVICES=1` before the command chooses the second, an empty value the CPU.
 
     Example: `cowrec export runs/criteo --output exports/criteo --precision int8`
     """
