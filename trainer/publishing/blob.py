@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import safetensors.numpy
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
@@ -151,8 +150,11 @@ def encode(blob: Blob) -> bytes:
     about = {key: getattr(blob, key) for key in _ABOUT}
     about |= {"format": FORMAT, "step": blob.change.step, "sample_time": blob.change.sample_time}
     metadata = {key: json.dumps(value) for key, value in about.items()}
-    content = safetensors.numpy.save({key: np.ascontiguousarray(each) for key, each in tensors.items()}, metadata)
-    return b"".join([MAGIC, hashlib.sha256(content).digest(), content])
+    content = _safetensors({key: np.ascontiguousarray(each) for key, each in tensors.items()}, metadata)
+    digest = hashlib.sha256()
+    for part in content:
+        digest.update(part)
+    return b"".join([MAGIC, digest.digest(), *content])
 
 
 def decode(blob: bytes) -> Blob:
@@ -208,6 +210,19 @@ def _verified(blob: bytes) -> memoryview:
             f"a published version of {len(blob):,} bytes is truncated or altered: its checksum does not match"
         )
     return content
+
+
+def _safetensors(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> list[Any]:
+    """Parts of a safetensors file, the tensors themselves among them: the library makes two copies of each one."""
+    names, end = {np.dtype(each): name for name, each in _DTYPES.items()}, 0
+    header: dict[str, Any] = {"__metadata__": metadata}
+    ordered = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))  # which keeps them aligned
+    for name, each in ordered:
+        header[name] = {"dtype": names[each.dtype], "shape": each.shape, "data_offsets": (end, end + each.nbytes)}
+        end += each.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little"), text, *(each.reshape(-1) for _, each in ordered)]
 
 
 def _tensor(content: memoryview, dtype: str, shape: list[int], data_offsets: tuple[int, int]) -> NDArray[Any]:

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, DamagedBlob, TableChange, decode, encode, merged
 from cowrec.trainer.publishing.follower import VersionFollower
@@ -211,6 +213,26 @@ def test_a_full_version_follows_no_fewer_bytes_of_deltas_than_it_has(tmp_path: P
             version = out.counters()["version"]
             deltas += len(target.read(version, "delta"))
         assert (version > 2, deltas >= full) == (True, True)
+
+
+def test_a_blob_is_a_safetensors_file_that_is_made_in_one_copy() -> None:
+    """Such as the library reads; its tensors are as large as the model."""
+    model, rows = Model(3), np.ones((100_000, 16), np.float32)
+    change = model.train(with_dense=True)
+    tables = {"big": TableChange(np.arange(len(rows)), rows), **change.tables}
+    blob = blob_of(dataclasses.replace(change, tables=tables, dense={"mask": np.eye(3) > 0, **change.dense}))
+    tracemalloc.start()
+    encoded = encode(blob)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.1 * len(encoded)
+    found = safetensors.numpy.load(encoded[HEADER:])
+    for name, table in tables.items():
+        for part in ("ids", "rows", "deleted", "feature", "deleted_feature"):
+            np.testing.assert_array_equal(found.pop(f"{name}.{part}", None), getattr(table, part))
+    for name, value in blob.change.dense.items():
+        np.testing.assert_array_equal(found.pop(f"dense/{name}"), value)
+    assert not found
 
 
 @pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.int32, np.float16, np.float64])
