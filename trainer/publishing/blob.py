@@ -235,9 +235,13 @@ def _merged_table(older: TableChange, newer: TableChange) -> TableChange:
     replaced = np.concatenate([row_keys(newer.ids, newer.feature), row_keys(newer.deleted, newer.deleted_feature)])
     kept = ~np.isin(row_keys(older.ids, older.feature), replaced)
     still_deleted = ~np.isin(row_keys(older.deleted, older.deleted_feature), replaced)
+    numbers = np.flatnonzero(kept)
+    rows = np.empty((len(numbers) + len(newer.ids), newer.rows.shape[1]), np.float32)
+    np.take(older.rows, numbers, 0, out=rows[: len(numbers)], mode="clip")  # other modes make a copy of the result
+    rows[len(numbers) :] = newer.rows
     return TableChange(
         np.concatenate([older.ids[kept], newer.ids]),
-        np.concatenate([older.rows[kept], newer.rows]),
+        rows,
         np.concatenate([older.deleted[still_deleted], newer.deleted]),
         _joined(older.feature, kept, newer.feature),
         _joined(older.deleted_feature, still_deleted, newer.deleted_feature),

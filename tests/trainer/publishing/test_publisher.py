@@ -103,6 +103,15 @@ def test_merged_changes_have_the_effect_of_successive_ones(seed: int) -> None:
         assert len(set(pairs)) == len(pairs)
 
 
+def test_changes_are_merged_into_a_complete_model_in_one_copy() -> None:
+    older, newer = (TableChange(np.arange(n), np.ones((n, 64), np.float32)) for n in (50_000, 10))
+    tracemalloc.start()
+    joined = merged(Change(1, 1, {"t": older}), Change(2, 2, {"t": newer})).tables["t"]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.3 * joined.rows.nbytes  # the ids too
+
+
 def test_a_reader_gets_the_publishers_model_whenever_it_starts(url: str) -> None:
     """Versions are consecutive over three sessions of the publisher, each of which restarts from an older model."""
     model = Model()
