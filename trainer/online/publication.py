@@ -197,9 +197,10 @@ class OnlinePublication:
             own = torch.zeros(len(rows), tables[name].size(1))
             if isinstance(tables[name], ShardedTensor) or self._peers.is_first:
                 for shard, (row, column) in local_shards(tables[name]):
-                    index = ((rows >= row) & (rows < row + len(shard))).nonzero().flatten()
-                    values = shard[(rows[index] - row).to(shard.device)]
-                    own[index, column : column + shard.shape[1]] = values.float().cpu()
+                    held = ((rows >= row) & (rows < row + len(shard))).nonzero().flatten()
+                    for index in held.split(CHUNK):  # a second copy of a complete table would not fit everywhere
+                        values = shard[(rows[index] - row).to(shard.device)]
+                        own[index, column : column + shard.shape[1]] = values.float().cpu()
             found[name] = self._peers.joined(own)
         return found
 

@@ -346,9 +346,14 @@ def spoiled_run(spoiled_case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_model_is_as_if_the_batches_had_not_come(
-    spoiled_run: Any, spoiled_case: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    spoiled_run: Any,
+    spoiled_case: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights, moments and the means of BatchNorm, bit for bit, also for readers; samples and reason are kept."""
+    monkeypatch.setattr("cowrec.trainer.online.publication.CHUNK", 7)  # rows that are copied at a time
     report = spoiled_run("poisoned", "poisoned", *HASHED, publish=str(tmp_path / "published"))
     spoiled_run("clean", "clean", *HASHED)
     assert_readers_equal_an_export(spoiled_case, tmp_path / "poisoned", tmp_path / "published", source="clean")
