@@ -35,7 +35,7 @@ import torch
 from cowrec.data_pipeline import SampleCodec, synthesize_drifting
 from cowrec.data_pipeline.streams.directory import DirectorySink
 from cowrec.data_pipeline.synthetic.drifting import DAY, LABEL, DriftConfig, DriftingModel, drifting_tables
-from cowrec.data_pipeline.synthetic.planted import exact_auc
+from cowrec.data_pipeline.synthetic.planted import auc
 from cowrec.trainer.publishing.follower import VersionReader
 from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.reports.plotting import plt
@@ -107,7 +107,7 @@ class Demo:
         draw = DriftingModel.of(DRIFT).draw(0, rows)
         assert draw.times is not None
         of_days = [(draw.times - DRIFT.start) // DAY == day for day in range(days)]
-        best = [exact_auc(draw.logits[each], draw.labels[each]) for each in of_days]
+        best = [auc(draw.logits[each], draw.labels[each]) for each in of_days]
         found: dict[int, dict[str, float]] = {}
         began, shown, today = time.monotonic(), 0, 0
         sink = DirectorySink(self.folder / "incoming")
@@ -116,7 +116,8 @@ class Demo:
             if day > today:
                 found[today] = {**self.quality(today), "best": best[today]}
                 print(
-                    f"day {today}:  " + "  ".join(f"{key} {auc:.4f}" for key, auc in found[today].items()), flush=True
+                    f"day {today}:  " + "  ".join(f"{key} {each:.4f}" for key, each in found[today].items()),
+                    flush=True,
                 )
                 plot(found, self.folder / "online_demo.png")
                 self.lagging["daily"].catch_up()
@@ -150,7 +151,7 @@ class Demo:
 
     def quality(self, day: int) -> dict[str, float]:
         columns = {name: np.concatenate(parts) for name, parts in self.seen.pop(day).items()}
-        return {name: exact_auc(columns[name], columns["label"]) for name in NAMES}
+        return {name: auc(columns[name], columns["label"]) for name in NAMES}
 
 
 class LaggingModel:

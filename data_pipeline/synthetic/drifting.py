@@ -13,8 +13,6 @@ Everything is a hash of (seed, sample or id, purpose), as in the planted model: 
 not depend on the chunk in which it is generated. F sparse fields, N dense fields, R samples, K interaction rank.
 """
 
-import dataclasses
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -27,20 +25,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cowrec.data_pipeline.dataset.schema import (
-    LABEL,
-    SHARD_ROWS,
-    TIME,
-    TRUE_LOGIT,
-    DenseField,
-    Schema,
-    SparseField,
-    library_versions,
-)
-from cowrec.data_pipeline.encoding import raw_ids
+from cowrec.data_pipeline.dataset.schema import LABEL, TIME, Schema
 from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
 from cowrec.data_pipeline.parallel import ordered_map
-from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
+from cowrec.data_pipeline.raw.layouts import RawField
 
 from .planted import (
     PILOT_ROWS,
@@ -52,9 +40,10 @@ from .planted import (
     intercept_for,
     keys,
     power_law_rank,
+    raw_id_schema,
     require,
     scales_of,
-    write_splits,
+    write_following,
 )
 
 DAY = 86400
@@ -238,25 +227,16 @@ def synthesize_drifting(
 ) -> Schema:
     """Writes a data set of drifting samples with raw ids and times: `config.rows` for training, the next for testing.
 
+    Other arguments, the result and the errors are those of `synthesize`.
+
     Args:
-        output: a new or empty folder.
         test_rows: number of test samples after the training samples; at least 1.
-        overwrite, progress: as in `synthesize`.
-
-    Returns:
-        The schema; `best` has the quality of the true probabilities on the test split.
-
-    Raises:
-        ValueError: `output` is not empty.
-        OSError: the disk is full.
     """
     config = config or DriftConfig()
-    if test_rows < 1:
-        raise ValueError(f"test_rows must be at least 1, got {test_rows}")
-    schema = _schema(config)
-    encoded = partial(_encoded, schema, DriftingModel.of(config))
-    splits = {"train": (config.rows, partial(encoded, 0)), "test": (test_rows, partial(encoded, config.rows))}
-    return write_splits(output, schema, splits, SHARD_ROWS, overwrite=overwrite, progress=progress)
+    fields = [RawField(f"I{n + 1}", "numeric") for n in range(config.num_dense)]
+    fields += [RawField(f"C{f + 1}", "categorical") for f in range(config.fields)]
+    schema, drawn = raw_id_schema(NAME, fields, drift=config), partial(_drawn, DriftingModel.of(config))
+    return write_following(output, schema, drawn, config.rows, test_rows, overwrite=overwrite, progress=progress)
 
 
 def drift_config(data_dir: str | os.PathLike[str]) -> DriftConfig:
@@ -294,34 +274,8 @@ def _drawn(model: DriftingModel, first: int, rows: int) -> tuple[pa.Table, Draw]
     return pa.table({name: pa.array(values) for name, values in columns.items()}), draw
 
 
-def _encoded(schema: Schema, model: DriftingModel, start: int, first: int, rows: int) -> tuple[pa.Table, Draw]:
-    """Draws samples after `start` others with raw ids and the logits of the true click probabilities."""
-    table, draw = _drawn(model, start + first, rows)
-    for field in schema.sparse:
-        text = table[field.name].combine_chunks()
-        table = table.set_column(table.column_names.index(field.name), field.name, pa.array(raw_ids(text)))
-    return table.append_column(TRUE_LOGIT, pa.array(draw.logits.astype(np.float32))), draw
-
-
 def id_text(ids: np.ndarray) -> pa.Array:
     """Converts one field's ids of `Draw.ids`, int64 [R], to text."""
     number = pa.array(np.where(ids < 0, -1 - ids, ids)).cast(pa.string())
     kind = pc.if_else(pa.array(ids < 0), "born", "core")
     return pc.binary_join_element_wise(kind, number, "_")
-
-
-def _schema(config: DriftConfig) -> Schema:
-    numbers, ids = [f"I{n + 1}" for n in range(config.num_dense)], [f"C{f + 1}" for f in range(config.fields)]
-    fields = [RawField(name, "numeric") for name in numbers] + [RawField(name, "categorical") for name in ids]
-    layout = Layout(NAME, ",", "", True, (), (RawLabel(),), tuple(fields), time=TIME)
-    settings = {"layout": dataclasses.asdict(layout), "drift": dataclasses.asdict(config)}
-    return Schema(
-        NAME,
-        tuple(DenseField(name, source=name) for name in numbers),
-        tuple(SparseField(name, 0, encoding="raw", source=name) for name in ids),
-        {},
-        timed=True,
-        true_logits=True,
-        settings=json.loads(json.dumps(settings)),
-        versions=library_versions(),
-    )

@@ -10,29 +10,18 @@ of the history is. Networks that average a history see the groups, but not their
 R samples, L items of the longest history.
 """
 
-import dataclasses
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.dataset.schema import (
-    LABEL,
-    SHARD_ROWS,
-    TIME,
-    TRUE_LOGIT,
-    Schema,
-    SparseField,
-    library_versions,
-)
-from cowrec.data_pipeline.encoding import raw_ids
-from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
+from cowrec.data_pipeline.dataset.schema import LABEL, TIME, Schema
+from cowrec.data_pipeline.raw.layouts import RawField
 
-from .planted import PILOT, PILOT_ROWS, Draw, intercept_for, probability, require, write_splits
+from .planted import PILOT, PILOT_ROWS, Draw, intercept_for, probability, raw_id_schema, require, write_following
 
 NAME = "histories"
 SAMPLE_ID, ITEM, HISTORY = "sample_id", "item", "history"
@@ -78,27 +67,6 @@ class HistoryConfig:
             raise ValueError(f"items must be at least groups = {self.groups}, got {self.items}")
 
     @cached_property
-    def schema(self) -> Schema:
-        """Of the data set, without sizes: raw ids, where the history shares the table of the item."""
-        history = RawField(HISTORY, "sequence", max_length=self.max_length, shares=ITEM)
-        layout = Layout(NAME, ",", "", True, (), (RawLabel(),), (RawField(ITEM, "categorical"), history), time=TIME)
-        settings = {"layout": dataclasses.asdict(layout), "histories": dataclasses.asdict(self)}
-        length, shares = self.max_length, ITEM
-        return Schema(
-            NAME,
-            (),
-            (
-                SparseField(ITEM, 0, encoding="raw", source=ITEM),
-                SparseField(HISTORY, 0, "sequence", encoding="raw", source=HISTORY, max_length=length, shares=shares),
-            ),
-            {},
-            timed=True,
-            true_logits=True,
-            settings=json.loads(json.dumps(settings)),
-            versions=library_versions(),
-        )
-
-    @cached_property
     def intercept(self) -> float:
         """b, at which the mean click probability is `ctr`, from a pilot draw."""
         return intercept_for(self._drawn(PILOT, 0, PILOT_ROWS)[2], self.ctr)
@@ -106,14 +74,14 @@ class HistoryConfig:
     def draw(self, first: int, rows: int) -> tuple[pa.Table, Draw]:
         """Draws the raw samples of the block that begins with sample `first`, in time order.
 
-        Columns: sample_id, time (Unix seconds), label, item (text), history (lists of text), true_logit.
+        Columns: sample_id, time (Unix seconds), label, item (text), history (lists of text).
         """
         items, histories, logits, uniforms = self._drawn(SAMPLES, first, rows)
         logits += self.intercept
         times = START + SECONDS * np.arange(first, first + rows)
         draw = Draw(items[None], np.empty((0, rows), np.float32), logits, uniforms < probability(logits), times)
         columns = {SAMPLE_ID: np.arange(first, first + rows), TIME: times, LABEL: draw.labels.astype(np.float32)}
-        columns |= {ITEM: _names(items), HISTORY: histories, TRUE_LOGIT: logits.astype(np.float32)}
+        columns |= {ITEM: _names(items), HISTORY: histories}
         return pa.table({name: pa.array(values) for name, values in columns.items()}), draw
 
     def _drawn(self, stream: int, first: int, rows: int) -> tuple[np.ndarray, pa.Array, np.ndarray, np.ndarray]:
@@ -149,35 +117,15 @@ def synthesize_histories(
 ) -> Schema:
     """Writes a data set of `config.rows` training samples, and the next samples for testing.
 
+    Other arguments, the result and the errors are those of `synthesize`.
+
     Args:
-        output: a new or empty folder.
-        config: by default all defaults.
         test_rows: number of test samples; at least 1.
-        overwrite, progress: as in `synthesize`.
-
-    Returns:
-        The schema; `best` has the quality of the true probabilities on the test split.
-
-    Raises:
-        ValueError: `output` is not empty, or `test_rows` is below 1.
-        OSError: the disk is full.
     """
     config = config or HistoryConfig()
-    if test_rows < 1:
-        raise ValueError(f"test_rows must be at least 1, got {test_rows}")
-    splits = {
-        "train": (config.rows, partial(_encoded, config, 0)),
-        "test": (test_rows, partial(_encoded, config, config.rows)),
-    }
-    return write_splits(output, config.schema, splits, SHARD_ROWS, overwrite=overwrite, progress=progress)
-
-
-def _encoded(config: HistoryConfig, start: int, first: int, rows: int) -> tuple[pa.Table, Draw]:
-    table, draw = config.draw(start + first, rows)
-    items, lists = table[ITEM].combine_chunks(), table[HISTORY].combine_chunks()
-    ids = pa.ListArray.from_arrays(lists.offsets, pa.array(raw_ids(lists.flatten())))
-    table = table.set_column(table.column_names.index(ITEM), ITEM, pa.array(raw_ids(items)))
-    return table.set_column(table.column_names.index(HISTORY), HISTORY, ids), draw
+    history = RawField(HISTORY, "sequence", max_length=config.max_length, shares=ITEM)
+    schema = raw_id_schema(NAME, [RawField(ITEM, "categorical"), history], histories=config)
+    return write_following(output, schema, config.draw, config.rows, test_rows, overwrite=overwrite, progress=progress)
 
 
 def _names(items: np.ndarray) -> pa.Array:

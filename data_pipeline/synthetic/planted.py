@@ -10,9 +10,10 @@ F sparse fields, N dense fields, R samples, K interaction rank.
 """
 
 import dataclasses
+import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from cowrec.data_pipeline.dataset.schema import (
     LABEL,
     RESERVED_ROWS,
     SHARD_ROWS,
+    TIME,
     TRUE_LOGIT,
     DenseField,
     Schema,
@@ -40,8 +42,10 @@ from cowrec.data_pipeline.dataset.shards import (
     size_of_split,
     write_shard,
 )
+from cowrec.data_pipeline.encoding import raw_ids
 from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
 from cowrec.data_pipeline.parallel import ordered_map
+from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
 
 from .criteo_frequencies import CRITEO_SIZES, NUM_DENSE
 
@@ -225,57 +229,35 @@ def require(config: object, wanted: str, holds: Callable[[float], bool], *names:
             raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
-def exact_auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Area under the ROC curve: probability that a positive scores above a negative, ties counting one half.
-
-    Args:
-        scores: float [R], any increasing function of the probability.
-        labels: [R], 0 or 1.
-
-    Returns:
-        Value in [0, 1] from the rank sum (Mann-Whitney), without thresholds; NaN if one of the classes is absent.
-    """
-    order = np.argsort(scores, kind="stable")
-    ordered = scores[order]
-    positive = labels[order].astype(bool)
-    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-    stops = np.r_[starts[1:], len(ordered)]
-    mean_rank = np.repeat((starts + stops + 1) / 2, stops - starts)
-    positives = int(positive.sum())
-    negatives = len(positive) - positives
-    if positives == 0 or negatives == 0:
-        return float("nan")
-    return float((mean_rank[positive].sum() - positives * (positives + 1) / 2) / (positives * negatives))
-
-
-def expected_auc(scores: np.ndarray, true_logits: np.ndarray) -> float:
-    """Expected AUC under the true probabilities: no noise of labels.
+def auc(scores: np.ndarray, p: np.ndarray) -> float:
+    """Area under the ROC curve over labels that are drawn with the probabilities p: of known labels, or expected.
 
     The expected number of concordant pairs over the expected number of pairs, of different samples:
 
         sum_{i != j} p_i (1 - p_j) ([s_i > s_j] + [s_i = s_j] / 2) / sum_{i != j} p_i (1 - p_j)
 
     Sample i is a positive with weight p_i and a negative with weight 1 - p_i. Source: the bipartite ranking risk in
-    terms of the class-probability function (Menon and Williamson, JMLR 17, 2016).
+    terms of the class-probability function (Menon and Williamson, JMLR 17, 2016). With labels in place of p it is the
+    AUC of Mann and Whitney, exact and without thresholds.
 
     Args:
         scores: float [R], any increasing function of the predicted probability.
-        true_logits: float [R], logits of the true probabilities p.
+        p: float [R], true probabilities, or labels, 0 or 1.
 
     Returns:
-        Value in [0, 1]; NaN for fewer than two samples.
+        Value in [0, 1]; NaN where no pair is possible: of fewer than two samples, or labels of one class.
     """
-    order = np.argsort(scores, kind="stable")
-    ordered = scores[order]
-    p = probability(true_logits[order].astype(np.float64))
-    if len(p) < 2:
+    if not len(scores):
         return float("nan")
+    order = np.argsort(scores, kind="stable")
+    ordered, p = scores[order], p[order].astype(np.float64)
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
     # Sums over the samples of one score, and over the pairs of a sample with itself.
     positive, negative, own = (np.add.reduceat(each, starts) for each in (p, 1 - p, p * (1 - p)))
     below = np.cumsum(negative) - negative
     concordant = (positive * below + (positive * negative - own) / 2).sum()
-    return float(concordant / (positive.sum() * negative.sum() - own.sum()))
+    pairs = positive.sum() * negative.sum() - own.sum()
+    return float(concordant / pairs) if pairs > 0 else float("nan")
 
 
 def exact_logloss(logits: np.ndarray, labels: np.ndarray) -> float:
@@ -288,11 +270,12 @@ def exact_logloss(logits: np.ndarray, labels: np.ndarray) -> float:
 
 def best_quality(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Quality of the true probabilities: auc and logloss of labels [R], and their expectations; logits float [R]."""
+    p = probability(logits)
     return {
-        "auc": exact_auc(logits, labels),
+        "auc": auc(logits, labels),
         "logloss": exact_logloss(logits, labels),
-        "expected_auc": expected_auc(logits, logits),
-        "expected_logloss": exact_logloss(logits, probability(logits)),
+        "expected_auc": auc(logits, p),
+        "expected_logloss": exact_logloss(logits, p),
     }
 
 
@@ -374,7 +357,7 @@ def synthesize(
 
 
 Drawn: TypeAlias = Callable[[int, int], tuple[pa.Table, Draw]]
-"""Draws samples [first, first + rows) of a split; the table has the columns of `arrow_schema`."""
+"""Draws samples [first, first + rows) of a split; the table has the columns of `arrow_schema` but the true logits."""
 
 
 def write_splits(
@@ -414,9 +397,63 @@ def _write_drawn(
     schema: Schema, folder: Path, name: str, rows: int, shard_rows: int, drawn: Drawn, first: int
 ) -> tuple[ShardSize, Draw]:
     table, draw = drawn(first, min(shard_rows, rows - first))
-    columns = arrow_schema(schema)
+    table, columns = table.append_column(TRUE_LOGIT, pa.array(draw.logits.astype(np.float32))), arrow_schema(schema)
     path = shard_path(folder, name, first // shard_rows)
     return write_shard(path, table.select(columns.names).cast(columns), schema.label_columns), draw
+
+
+def write_following(
+    output: str | os.PathLike[str],
+    schema: Schema,
+    drawn: Drawn,
+    rows: int,
+    test_rows: int,
+    *,
+    overwrite: bool,
+    progress: Callable[[int], None] | None,
+) -> Schema:
+    """Writes the first `rows` samples for training and the next `test_rows`, at least 1, for testing.
+
+    `schema` is one of `raw_id_schema`; the ids that `drawn` gives as text become raw ids. Returns as `write_splits`.
+    """
+    if test_rows < 1:
+        raise ValueError(f"test_rows must be at least 1, got {test_rows}")
+
+    def encoded(start: int, first: int, count: int) -> tuple[pa.Table, Draw]:
+        table, draw = drawn(start + first, count)
+        for field in schema.sparse:
+            text = table[field.name].combine_chunks()
+            flat = field.kind == "categorical"
+            ids = pa.array(raw_ids(text if flat else text.flatten()))
+            column = ids if flat else pa.ListArray.from_arrays(text.offsets, ids)
+            table = table.set_column(table.column_names.index(field.name), field.name, column)
+        return table, draw
+
+    splits = {"train": (rows, partial(encoded, 0)), "test": (test_rows, partial(encoded, rows))}
+    return write_splits(output, schema, splits, SHARD_ROWS, overwrite=overwrite, progress=progress)
+
+
+def raw_id_schema(name: str, fields: Sequence[RawField], **settings: Any) -> Schema:
+    """Returns the schema, without sizes, of samples with times whose ids are raw; `settings` are dataclasses."""
+    layout = Layout(name, ",", "", True, (), (RawLabel(),), tuple(fields), time=TIME)
+    of_all = {key: dataclasses.asdict(each) for key, each in {"layout": layout, **settings}.items()}
+    dense, sparse = list[DenseField](), list[SparseField]()
+    for each in fields:
+        if each.kind == "numeric":
+            dense.append(DenseField(each.name, source=each.name))
+        else:
+            field = SparseField(each.name, 0, each.kind, encoding="raw", source=each.name, max_length=each.max_length)
+            sparse.append(dataclasses.replace(field, shares=each.shares))
+    return Schema(
+        name,
+        tuple(dense),
+        tuple(sparse),
+        {},
+        timed=True,
+        true_logits=True,
+        settings=json.loads(json.dumps(of_all)),
+        versions=library_versions(),
+    )
 
 
 def _planted(config: SynthesizeConfig) -> PlantedModel:
@@ -442,7 +479,7 @@ def _schema(config: SynthesizeConfig, model: PlantedModel) -> Schema:
 
 def _drawn(schema: Schema, model: PlantedModel, stream: int, first: int, rows: int) -> tuple[pa.Table, Draw]:
     draw = model.draw(stream, first, rows)
-    columns = {LABEL: draw.labels, TRUE_LOGIT: draw.logits.astype(np.float32)}
+    columns = {LABEL: draw.labels}
     columns |= {field.name: values for field, values in zip(schema.dense, draw.dense, strict=True)}
     ids = draw.ids + np.int32(RESERVED_ROWS)
     columns |= {field.name: values for field, values in zip(schema.sparse, ids, strict=True)}

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from cowrec.data_pipeline import RESERVED_ROWS, DenseField, Schema, SparseField
 from cowrec.data_pipeline.counts import parse_count
-from cowrec.data_pipeline.dataset.schema import LABEL, TRUE_LOGIT, library_versions
+from cowrec.data_pipeline.dataset.schema import LABEL, library_versions
 from cowrec.data_pipeline.synthetic.planted import Draw, intercept_for, probability, write_splits
 
 SIZES = (7, 12, 31, 24, 60, 100, 300, 300, 350, 350, 700, 1500, 2500, 4000, 5000, 6000, 7766)
@@ -73,7 +73,7 @@ class Bed:
 def drawn(bed: Bed, offset: int, first: int, rows: int) -> tuple[pa.Table, Draw]:
     """Samples of a split, and their table."""
     draw = bed.draw(offset + first, rows)
-    columns = {LABEL: draw.labels, TRUE_LOGIT: draw.logits.astype(np.float32)}
+    columns = {LABEL: draw.labels}
     columns |= {f"I{field + 1}": values for field, values in enumerate(draw.dense)}
     columns |= {f"C{field + 1}": (ids + RESERVED_ROWS).astype(np.int32) for field, ids in enumerate(draw.ids)}
     return pa.table(columns), draw

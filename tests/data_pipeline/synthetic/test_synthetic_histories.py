@@ -21,16 +21,16 @@ def test_logits_follow_the_model_and_the_best_auc_is_theirs(tmp_path) -> None:
     """Without effects of items, each history has the logit of a plain sum, up to one constant."""
     config = dataclasses.replace(CONFIG, item_effect=0.0, history_effect=1.5)
     schema = synthesize_histories(tmp_path / "data", config, test_rows=2000)
-    train, test = config.draw(0, 3000)[0], config.draw(3000, 2000)[0]
+    (train, drawn), (_, test) = config.draw(0, 3000), config.draw(3000, 2000)
     group = {f"item_{item}": item % 5 for item in range(50)}
     constants = set()
-    for sample in train.slice(0, 300).to_pylist():
+    for sample, logit in zip(train.slice(0, 300).to_pylist(), drawn.logits, strict=False):
         newest_first, own = sample["history"][::-1], group[sample["item"]]
         total = sum(0.5 ** (age / 2) for age, item in enumerate(newest_first) if group[item] == own)
-        constants.add(round(sample["true_logit"] - 1.5 * total, 4))
+        constants.add(round(logit - 1.5 * total, 4))
     assert max(constants) - min(constants) < 1e-3
     assert abs(train["label"].to_numpy().mean() - config.ctr) < 0.05
-    best = roc_auc_score(test["label"].to_numpy(), test["true_logit"].to_numpy())
+    best = roc_auc_score(test.labels, test.logits)
     assert schema.best["auc"] == pytest.approx(best, abs=1e-6)
     assert best > 0.65
 
@@ -45,7 +45,7 @@ def test_samples_of_a_stream_are_those_of_the_data_set(tmp_path) -> None:
     table, _ = CONFIG.draw(0, 3000)
     expected = load_shards(tmp_path / "data", schema, "train", [0])
     codec = SampleCodec.load(tmp_path / "data")
-    lines = [json.dumps(each).encode() for each in table.drop_columns(["true_logit"]).to_pylist()]
+    lines = [json.dumps(each).encode() for each in table.to_pylist()]
     for samples in (codec.from_table(table), codec.from_json(lines)):
         block = codec.encode(samples).block
         assert torch.equal(block.ids, expected.ids)
