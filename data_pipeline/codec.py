@@ -27,7 +27,7 @@ import pyarrow as pa
 import torch
 
 from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
-from cowrec.data_pipeline.dataset.schema import LABEL, TIME, Schema
+from cowrec.data_pipeline.dataset.schema import LABEL, TIME, Schema, SparseField
 from cowrec.data_pipeline.dataset.shards import arrow_schema, block_from_table
 from cowrec.data_pipeline.encoding import Encoder, bound, bounded, bucket_ids, scores
 from cowrec.data_pipeline.hashing import bytes_hashes, string_buffers
@@ -327,7 +327,7 @@ class _RequestEncoder:
     """
 
     def __init__(self, schema: Schema, types: Mapping[str, ColumnType], layout: Layout, encoder: Encoder) -> None:
-        self._schema, self._types, self._encoder = schema, types, encoder
+        self._types, self._encoder = types, encoder
         self._column = {field.name: field.column for field in layout.fields}
         numeric = [field.name for field in layout.fields if field.kind == "numeric"]
         self._numeric = {name: index for index, name in enumerate(numeric)}
@@ -338,6 +338,7 @@ class _RequestEncoder:
         self._low, self._width = low, np.where(width > 0, width, 1.0)
         self._minmax, self._log, self._flat = transforms == "minmax", transforms == "log", width <= 0
         self._bound = np.array([[bound(field)] for field in encoder.dense]).reshape(-1, 1)
+        self._dtype = np.int64 if schema.has_raw_ids else np.int32
         self._quantile = [index for index, field in enumerate(encoder.dense) if field.transform == "quantile"]
 
     def encode(self, samples: Sequence[Mapping[str, Any]]) -> SampleBlock:
@@ -356,23 +357,23 @@ class _RequestEncoder:
         numbers = np.array(raw, np.float64).reshape(len(raw), len(samples))  # None became NaN
         if np.isfinite(numbers).sum() + sum(each.count(None) for each in raw) < numbers.size:
             raise ValueError("a number is not finite")
-        texts, lengths, weights = self._texts(columns, numbers)
-        ids = self._ids(texts, [len(samples) if each is None else sum(each) for each in lengths])
+        parts = [self._ids_of(field, columns, numbers) for field in self._encoder.sparse]
+        offsets, data = string_buffers(pa.array([*chain.from_iterable([texts for texts, _, _ in parts])], pa.string()))
+        hashes = bytes_hashes(offsets, data)
         singles, bags, start = [], {}, 0
-        for field, counts in zip(self._encoder.sparse, lengths, strict=True):
-            if counts is None:
-                stop = start + len(samples)
-                singles.append(ids[start:stop])
-            else:
-                stop = start + sum(counts)
-                weight = weights.get(field.name)
-                bags[field.name] = Bags(
-                    torch.from_numpy(ids[start:stop]),
-                    torch.tensor([0, *counts]).cumsum(0),
-                    None if weight is None else torch.from_numpy(weight.astype(np.float32)),
-                )
+        for field, (texts, counts, weights) in zip(self._encoder.sparse, parts, strict=True):
+            stop = start + len(texts)
+            ids = self._encoder.rows(field, hashes[start:stop], offsets[start : stop + 1], data)
             start = stop
-        table = np.array(singles, ids.dtype).reshape(len(singles), len(samples))
+            if counts is None:
+                singles.append(ids)
+            else:
+                bags[field.name] = Bags(
+                    torch.from_numpy(ids.astype(self._dtype, copy=False)),
+                    torch.tensor([0, *counts]).cumsum(0),
+                    None if weights is None else torch.from_numpy(weights.astype(np.float32)),
+                )
+        table = np.array(singles, self._dtype).reshape(len(singles), len(samples))
         return SampleBlock(
             torch.from_numpy(self._transformed(numbers)).t().contiguous(),  # as networks compiled elsewhere expect
             torch.full((len(samples),), math.nan),
@@ -393,52 +394,29 @@ class _RequestEncoder:
             result[index] = scores(self._encoder.dense[index], raw[index])
         return bounded(result, self._bound)
 
-    def _texts(
-        self, columns: _Columns, numbers: np.ndarray
-    ) -> tuple[list[str], list[list[int] | None], dict[str, np.ndarray]]:
-        """Returns all ids by field, their number by field and sample, and the weights of weighted fields.
+    def _ids_of(
+        self, field: SparseField, columns: _Columns, numbers: np.ndarray
+    ) -> tuple[list[str], list[int] | None, np.ndarray | None]:
+        """Returns all ids of a field, their number in each sample, and their weights if it is weighted.
 
         The number is None for a field of one id each.
         """
-        texts: list[str] = []
-        lengths: list[list[int] | None] = []
-        weights: dict[str, np.ndarray] = {}
-        for field in self._encoder.sparse:
-            values = columns[self._column[field.source]]
-            if field.bucketed:
-                texts += bucket_ids(numbers[self._numeric[field.source]]).to_pylist()
-                lengths.append(None)
-            elif field.kind == "categorical":
-                texts += [value or "" for value in values]
-                lengths.append(None)
-            elif field.kind != "weighted":
-                if field.kind == "sequence":
-                    lists = _last(values, columns[self._column[field.along or field.source]], field.max_length)
-                else:
-                    lists = [value or [""] for value in values]
-                texts += chain.from_iterable(lists)
-                lengths.append([len(each) for each in lists])
-            else:
-                pairs = [value or [{"id": "", "weight": 1.0}] for value in values]
-                texts += [pair["id"] for each in pairs for pair in each]
-                given = np.array([pair["weight"] for each in pairs for pair in each], np.float64)
-                if not (np.abs(given) <= MAX_WEIGHT).all():
-                    raise ValueError(WEIGHTS_ARE_BOUNDED)
-                weights[field.name] = given
-                lengths.append([len(each) for each in pairs])
-        return texts, lengths, weights
-
-    def _ids(self, texts: list[str], counts: list[int]) -> np.ndarray:
-        """Returns the rows or raw ids of texts, `counts` [F] of each field: int32, or int64 if some are raw."""
-        offsets, data = string_buffers(pa.array(texts, pa.string()))
-        hashes = bytes_hashes(offsets, data)
-        ids = np.empty(len(texts), np.int64 if self._schema.has_raw_ids else np.int32)
-        start = 0
-        for field, count in zip(self._encoder.sparse, counts, strict=True):
-            stop = start + count
-            ids[start:stop] = self._encoder.rows(field, hashes[start:stop], offsets[start : stop + 1], data)
-            start = stop
-        return ids
+        values = columns[self._column[field.source]]
+        if field.bucketed:
+            return bucket_ids(numbers[self._numeric[field.source]]).to_pylist(), None, None
+        if field.kind == "categorical":
+            return [value or "" for value in values], None, None
+        if field.kind == "weighted":
+            pairs = [value or [{"id": "", "weight": 1.0}] for value in values]
+            weights = np.array([pair["weight"] for each in pairs for pair in each], np.float64)
+            if not (np.abs(weights) <= MAX_WEIGHT).all():
+                raise ValueError(WEIGHTS_ARE_BOUNDED)
+            return [pair["id"] for each in pairs for pair in each], [len(each) for each in pairs], weights
+        if field.kind == "sequence":
+            lists = _last(values, columns[self._column[field.along or field.source]], field.max_length)
+        else:
+            lists = [value or [""] for value in values]
+        return [*chain.from_iterable(lists)], [len(each) for each in lists], None
 
 
 def _last(values: Sequence[Any], along: Sequence[Any], most: int) -> list[list[str]]:
