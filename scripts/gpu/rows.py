@@ -47,7 +47,7 @@ class Problem:
     """A lookup whose tables have one feature each, and what its steps read and write.
 
     Attributes:
-        last_step: as in :class:`LastSteps`.
+        last_step: as in :class:`DeviceSteps`.
         step: steps taken.
         batches: ids and output gradients of the steps to take.
     """

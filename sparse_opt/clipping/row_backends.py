@@ -167,9 +167,9 @@ class NumbaRows:
         return written.to(backward.output_grad.dtype)
 
     def update(self, backward: LookupBackward, adam: AdamRows) -> None:
-        numbers = (to_float32(adam.constants), to_float32(adam.scalars), adam.steps.lr_factors.numpy())
-        own = (adam.steps.adam_columns.numpy(), to_float32(adam.ftrl or ftrl_constants(None)))
-        self._run(self._kernels.adam_rows, backward, to_numpy(adam.state), *numbers, to_numpy(adam.progress), *own)
+        numbers, ftrl = (to_float32(adam.constants), to_float32(adam.scalars)), adam.ftrl or ftrl_constants(None)
+        arguments = (to_numpy(adam.state), *numbers, to_numpy(adam.steps), to_float32(ftrl))
+        self._run(self._kernels.adam_rows, backward, *arguments)
 
     def _run(self, kernel: Any, backward: LookupBackward, *arguments: Any) -> None:
         """Sums the rows' gradients, runs a kernel on them, in groups of tables, and records its ratios."""
@@ -190,13 +190,14 @@ class NumbaRows:
     def catch_up(self, bags: LookupBags, adam: AdamRows, *, ahead: bool = False) -> None:
         own = self._kernels.bags_of(bags)
         keys, used = np.empty(len(own.indices), np.int64), np.zeros(len(own.begins) - 1, np.int64)
-        common = (self._numpy_layout, own, to_numpy(adam.progress), keys, used)
+        steps = to_numpy(adam.steps)
+        common = (self._numpy_layout, own, steps, keys, used)
         groups = balanced_groups(own.begins[1:] - own.begins[:-1])
         bad = in_threads([partial(self._replay_kernels.stale_rows, group, *common) for group in groups])
         found = self._replay_kernels.join_keys(keys, own.begins, used)
         # Rows that were marked before the bad id was found are caught up too: no row is lost.
         if found:
-            self._replay(keys[:found], adam)
+            self._replay(keys[:found], adam, steps)
         if not ahead:
             raise_bad_id(self._lookup, bad, own.begins, own.indices)
 
@@ -206,18 +207,19 @@ class NumbaRows:
         return self._lookup.pool_on_cpu(bags.indices, bags.offsets, inputs.get("per_sample_weights")), ids
 
     def replay(self, rows: Tensor, adam: AdamRows) -> None:
-        self._replay((adam.steps.last_step[rows].long() << self._replay_kernels.ROW_BITS | rows).numpy(), adam)
+        keys = adam.steps.last_step[rows].long() << self._replay_kernels.ROW_BITS | rows
+        self._replay(keys.numpy(), adam, to_numpy(adam.steps))
 
-    def _replay(self, keys: np.ndarray, adam: AdamRows) -> None:
+    def _replay(self, keys: np.ndarray, adam: AdamRows, steps: Any) -> None:
         """Takes the missed steps of distinct rows, in the order of their last steps.
 
         Args:
             keys: ``last_step << ROW_BITS | row`` of each, int64 [n]; sorted in place.
+            steps: those of ``adam``, as numpy arrays.
         """
         keys.sort()
         rows: Any = StaleRows(*self._replay_kernels.rows_of_keys(keys, self._numpy_layout))
-        lr_factors, columns = adam.steps.lr_factors.numpy(), adam.steps.adam_columns.numpy()
-        tuples = tuple(to_numpy(each) for each in (adam.state, adam.progress, adam.schedule))
+        state, lr_factors, columns = to_numpy(adam.state), steps.lr_factors, steps.adam_columns
         numbers = (to_float32(adam.constants), to_float32(adam.thresholds))
         # The rows that a kernel takes together have one width and one rate. Columns under FTRL miss no step.
         kinds = sorted({*zip(columns.tolist(), lr_factors.tolist(), strict=True)})
@@ -228,7 +230,7 @@ class NumbaRows:
                 same = StaleRows(*(each[tables[rows.table]] for each in rows))
             work = len(same.last) * adam.step - int(same.last.sum(dtype=np.int64))
             parts = threads_for(work) if len(same.last) else 0
-            common: tuple[Any, ...] = (parts, dim, np.float32(lr_factor), same, *tuples, *numbers)
+            common: tuple[Any, ...] = (parts, dim, np.float32(lr_factor), same, state, steps, *numbers)
             kernel: Any = self._replay_kernels.replay_rows
             if adam.clips_absent:
                 kernel, common = self._replay_kernels.replay_clipped_rows, (*common, self._clips)

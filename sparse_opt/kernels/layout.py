@@ -135,21 +135,6 @@ class AdamState(NamedTuple):
     exp_avg_sq: Tensor
 
 
-class LastSteps(NamedTuple):
-    """Progress of a lookup's rows under ``absent_rows = "replay"``.
-
-    Attributes:
-        last_step: last step that each row took, int32 [rows of all tables]; ``~t`` (negative) for a row that decayed in
-            step t. Empty where rows are not replayed.
-        step: the step to bring rows to, or the step that they take.
-        log_beta2: logarithm of the decay of the second moment.
-    """
-
-    last_step: Tensor
-    step: int
-    log_beta2: float
-
-
 class Schedule(NamedTuple):
     """:class:`AdamScalars` of steps 1, 2, ..., float32 [at least the steps so far]."""
 
@@ -159,14 +144,15 @@ class Schedule(NamedTuple):
 
 
 class DeviceSteps(NamedTuple):
-    """Steps of a lookup as the CUDA kernels read them, so that nothing of them is an argument that changes.
+    """Steps of a lookup as the kernels read them, so that nothing of them is an argument that changes.
 
     Attributes:
-        taken: steps taken, including one that is being taken, int32 [1].
-        last_step: as in :class:`LastSteps`.
+        taken: steps taken, including one that is being taken, int32 [1]: rows take that step, or are brought to it.
+        last_step: last step that each row took, int32 [rows of all tables]; ``~t`` (negative) for a row that decayed in
+            step t. Empty where rows are not replayed.
         step_sizes, denominator_scales, decays: as in :class:`Schedule`.
         lr_factors: factor of each table's learning rate, float32 [tables].
-        log_beta2: as in :class:`LastSteps`, float64 [1].
+        log_beta2: logarithm of the decay of the second moment, float64 [1].
         adam_columns: leading columns of each table that are under Adam and catch up; others are under FTRL; int64
             [tables].
     """
@@ -218,7 +204,7 @@ class AdamRows(NamedTuple):
         steps: the steps; ``last_step`` is updated in place, and empty where rows are not replayed.
         step: the latest step: it is being taken, or rows are brought to it.
         scalars: of that step.
-        log_beta2: as in :class:`LastSteps`.
+        log_beta2: as in :class:`DeviceSteps`.
         clips_absent: whether L2's gradient of an absent row may exceed the row's limit.
         ftrl: settings of the columns under FTRL; None if there are none.
     """
@@ -237,16 +223,6 @@ class AdamRows(NamedTuple):
     def replays(self) -> bool:
         """True if rows are replayed."""
         return self.steps.last_step.numel() > 0
-
-    @property
-    def progress(self) -> LastSteps:
-        """Progress of the rows, as the CPU kernels take it."""
-        return LastSteps(self.steps.last_step, self.step, self.log_beta2)
-
-    @property
-    def schedule(self) -> Schedule:
-        """Scalars of all steps, likewise."""
-        return Schedule(self.steps.step_sizes, self.steps.denominator_scales, self.steps.decays)
 
 
 class StaleRows(NamedTuple):

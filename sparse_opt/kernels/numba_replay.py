@@ -27,14 +27,14 @@ _VECTOR = 16
 
 
 @compiled()
-def stale_rows(tables, layout, bags, progress, keys, used):
-    """Finds the distinct rows of the given tables' ids that are behind ``progress.step`` and have not decayed.
+def stale_rows(tables, layout, bags, steps, keys, used):
+    """Finds the distinct rows of the given tables' ids that are behind ``steps.taken`` and have not decayed.
 
     Writes their keys (see ROW_BITS) from the offset of each table's first id on, ``used[t]`` of them, and sets their
-    last steps to ``progress.step``. Returns the offset of an id outside its table, or -1; the rows found before it are
+    last steps to ``steps.taken``. Returns the offset of an id outside its table, or -1; the rows found before it are
     marked too.
     """
-    begins, last_step, step = bags.begins, progress.last_step, progress.step
+    begins, last_step, step = bags.begins, steps.last_step, np.int64(steps.taken[0])
     for t in tables:
         count = begins[t]
         for i in range(begins[t], begins[t + 1]):
@@ -76,27 +76,27 @@ def rows_of_keys(keys, layout):
 
 
 @compiled(error_model="numpy")
-def _scalars(schedule, t, lr_factor):
+def _scalars(steps, t, lr_factor):
     """Scalars of step t + 1 for a table with this factor of the learning rate."""
-    scalars = AdamScalars(schedule.step_sizes[t], schedule.denominator_scales[t], schedule.decays[t])
+    scalars = AdamScalars(steps.step_sizes[t], steps.denominator_scales[t], steps.decays[t])
     return scalars_of_table(scalars, lr_factor)
 
 
 @compiled(error_model="numpy")
-def _steps(w, m, v, count, first, end, lr_factor, schedule, constants):
+def _steps(w, m, v, count, first, end, lr_factor, steps, constants):
     """Takes steps first + 1 .. end on the leading elements, a multiple of the vector's width, without a clip."""
     for t in range(first, end):
-        scalars = _scalars(schedule, t, lr_factor)
+        scalars = _scalars(steps, t, lr_factor)
         for i in range(count):
             gradient = constants.twice_l2 * w[i]
             w[i], m[i], v[i] = step_of_element(w[i], m[i], v[i], gradient, constants, scalars, root, divide)
 
 
 @compiled(error_model="numpy")
-def _steps_without_moments(w, v, count, first, end, lr_factor, schedule, constants):
+def _steps_without_moments(w, v, count, first, end, lr_factor, steps, constants):
     """Does what :func:`_steps` does, where all first moments are zero and there is no L2."""
     for t in range(first, end):
-        decay = _scalars(schedule, t, lr_factor).decay
+        decay = _scalars(steps, t, lr_factor).decay
         for i in range(count):
             w[i] = w[i] - decay * w[i]
             v[i] = constants.beta2 * v[i]
@@ -131,7 +131,7 @@ def _has_decayed(w, m, low, high, constants):
 
 
 @compiled()
-def replay_rows(part, parts, dim, lr_factor, rows, state, progress, schedule, constants, thresholds):
+def replay_rows(part, parts, dim, lr_factor, rows, state, steps, constants, thresholds):
     """Takes the missed steps of rows' leading ``dim`` columns, where no absent row can exceed its clip limit.
 
     The rows are sorted by their last steps; this call takes every ``parts``-th row, so that all calls have about as
@@ -140,9 +140,9 @@ def replay_rows(part, parts, dim, lr_factor, rows, state, progress, schedule, co
 
     Args:
         rows: :class:`StaleRows`, of tables whose learning rate is ``lr_factor`` times the steps'.
-        state: :class:`AdamState`, updated in place, as is ``progress.last_step``.
+        state: :class:`AdamState`, updated in place, as is ``steps.last_step``.
     """
-    last_step, step = progress.last_step, progress.step
+    last_step, step = steps.last_step, np.int64(steps.taken[0])
     capacity = max(1, _ELEMENTS // max(1, dim))
     elements = (capacity * dim + _VECTOR - 1) // _VECTOR * _VECTOR
     w, m, v = np.zeros(elements, np.float32), np.zeros(elements, np.float32), np.zeros(elements, np.float32)
@@ -163,12 +163,12 @@ def replay_rows(part, parts, dim, lr_factor, rows, state, progress, schedule, co
                 until = min(until, rows.last[following])
             used = (active * dim + _VECTOR - 1) // _VECTOR * _VECTOR
             if constants.weight_decay > 0 and constants.twice_l2 == 0 and _all_zero(m, used):
-                _steps_without_moments(w, v, used, now, until, lr_factor, schedule, constants)
+                _steps_without_moments(w, v, used, now, until, lr_factor, steps, constants)
             else:
-                _steps(w, m, v, used, now, until, lr_factor, schedule, constants)
+                _steps(w, m, v, used, now, until, lr_factor, steps, constants)
             now = until
             if now % DECAY_INTERVAL == 0:
-                _zero_decayed(w, m, used, constants.twice_l2, schedule.step_sizes[now - 1], lr_factor, thresholds)
+                _zero_decayed(w, m, used, constants.twice_l2, steps.step_sizes[now - 1], lr_factor, thresholds)
                 slot = 0
                 while slot < active:
                     low, high = slot * dim, slot * dim + dim
@@ -194,9 +194,9 @@ def replay_rows(part, parts, dim, lr_factor, rows, state, progress, schedule, co
 
 
 @compiled()
-def replay_clipped_rows(part, parts, dim, lr_factor, rows, state, progress, schedule, constants, thresholds, clips):
+def replay_clipped_rows(part, parts, dim, lr_factor, rows, state, steps, constants, thresholds, clips):
     """Does the work of :func:`replay_rows` row by row, where L2's gradient of an absent row may exceed its limit."""
-    last_step, step = progress.last_step, progress.step
+    last_step, step = steps.last_step, np.int64(steps.taken[0])
     for i in range(part, len(rows.start), parts):
         t, start = rows.table[i], rows.start[i]
         w, m, v = (
@@ -207,7 +207,7 @@ def replay_clipped_rows(part, parts, dim, lr_factor, rows, state, progress, sche
         g = np.empty(dim, np.float32)
         last_step[rows.row[i]] = step
         for now in range(rows.last[i], step):
-            scalars = _scalars(schedule, now, lr_factor)
+            scalars = _scalars(steps, now, lr_factor)
             for d in range(dim):
                 g[d] = constants.twice_l2 * w[d]
             factor, _ = clip_factor(w, g, 1, clips, t)
@@ -216,7 +216,7 @@ def replay_clipped_rows(part, parts, dim, lr_factor, rows, state, progress, sche
             for d in range(dim):
                 w[d], m[d], v[d] = step_of_element(w[d], m[d], v[d], g[d], constants, scalars, root, divide)
             if (now + 1) % DECAY_INTERVAL == 0:
-                _zero_decayed(w, m, dim, constants.twice_l2, schedule.step_sizes[now], lr_factor, thresholds)
+                _zero_decayed(w, m, dim, constants.twice_l2, steps.step_sizes[now], lr_factor, thresholds)
                 if _has_decayed(w, m, 0, dim, constants):
                     last_step[rows.row[i]] = ~(now + 1)
                     break

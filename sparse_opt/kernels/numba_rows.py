@@ -341,22 +341,20 @@ def store_row(w, m, v, low, state, start, dim):
 
 
 @compiled(error_model="numpy")
-def adam_rows(
-    tables, distinct_rows, layout, bags, clips, ratios, state, constants, scalars, lr_factors, progress, columns, ftrl
-):  # fmt: skip
-    """Takes Adam step ``progress.step`` on the distinct rows of some tables, in place, and FTRL's after ``columns``.
+def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constants, scalars, steps, ftrl):
+    """Takes Adam step ``steps.taken`` on the distinct rows of some tables, in place, and FTRL's where it has columns.
 
     Where rows are replayed, writes their last steps; a decayed row (see numba_replay.py) first catches up the decay of
     its second moment.
     """
     tops, rows, counts, sums = distinct_rows.tops, distinct_rows.rows, distinct_rows.counts, distinct_rows.sums
-    last_step, step = progress.last_step, progress.step
+    last_step, step = steps.last_step, np.int64(steps.taken[0])
     elements = _ROWS * sums.shape[1]
     w, m, v = np.empty(elements, np.float32), np.empty(elements, np.float32), np.empty(elements, np.float32)
     g = np.empty(elements, np.float32)
     for k, t in enumerate(tables):
         dim, first, start, first_row = layout.dim[t], tops[k], layout.start[t], layout.first_row[t]
-        own, alpha = scalars_of_table(scalars, lr_factors[t]), ftrl.alpha * lr_factors[t]
+        own, alpha = scalars_of_table(scalars, steps.lr_factors[t]), ftrl.alpha * steps.lr_factors[t]
         for block in range(first, tops[k + 1], _ROWS):
             end = min(block + _ROWS, tops[k + 1])
             for u in range(block, end):
@@ -370,7 +368,7 @@ def adam_rows(
                 if len(last_step) > 0:
                     last = last_step[first_row + rows[u]]
                     if last < 0 and ~last < step - 1:
-                        decay = np.float32(np.exp(progress.log_beta2 * (step - 1 - ~last)))
+                        decay = np.float32(np.exp(steps.log_beta2[0] * (step - 1 - ~last)))
                         for d in range(dim):
                             v[low + d] *= decay
                     last_step[first_row + rows[u]] = step
@@ -385,7 +383,7 @@ def adam_rows(
                 w[i], m[i], v[i] = step_of_element(w[i], m[i], v[i], g[i], constants, own, root, divide)
             for u in range(block, end):
                 low, row = (u - block) * dim, start + rows[u] * dim
-                for d in range(columns[t], dim):  # from the memory, which has no step of Adam yet
+                for d in range(steps.adam_columns[t], dim):  # from the memory, which has no step of Adam yet
                     weight, squares, gradient = state.weights[row + d], state.exp_avg_sq[row + d], sums[u, d]
                     w[low + d], v[low + d] = ftrl_of_element(
                         weight, squares, np.float32(gradient), alpha, ftrl, root, divide

@@ -263,7 +263,7 @@ class EmbeddingAdam(FusedOptimizer):
         """Makes states hold replayed rows as they are in memory, some of them behind, for checkpoints without waiting.
 
         Take the model's state and this optimizer's within it, and load both within it. In place of ``step`` a table
-        then has ``last_step``, int32 [rows, 1] (see :class:`LastSteps`), and the last table of each collection
+        then has ``last_step``, int32 [rows, 1] (see :class:`DeviceSteps`), and the last table of each collection
         ``lrs``, a list of the learning rates of all steps.
 
         Load them into an optimizer with the settings under which they were taken, and :meth:`reconfigure` it then: rows

@@ -59,7 +59,7 @@ class LookupAdam:
     Attributes:
         exp_avg, exp_avg_sq: moments, flat, float32, laid out like the weights.
         replays: whether absent rows are replayed.
-        last_step: as in :class:`LastSteps`.
+        last_step: as in :class:`DeviceSteps`.
 
     Raises:
         ValueError: rows are replayed and the tables are not float32.

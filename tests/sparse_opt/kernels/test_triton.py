@@ -17,7 +17,6 @@ from cowrec.sparse_opt.kernels.layout import (
     AdamState,
     DecayThresholds,
     DeviceSteps,
-    LastSteps,
     LookupBags,
     LookupLayout,
     StaleRows,
@@ -93,32 +92,31 @@ def compare_replay(case: str, clipped: bool, device: torch.device, *, steps: int
     state = AdamState(*(torch.from_numpy(each.ravel()) for each in arrays))
     last = np.sort(rng.integers(0, steps + 1, ROWS)).astype(np.int32)
     last[:5], last[-3:] = 0, steps
-    progress = LastSteps(torch.from_numpy(last), steps, 0.0)
     constants = adam_constants(config)
     thresholds = DecayThresholds(config.lr, 1e-11, 1e-11 * config.eps * constants.one_minus_beta1)
     history = StepHistory(config, torch.device("cpu"))
     history.replace(config.lr * np.linspace(0.2, 1, steps))
     row = torch.arange(ROWS)
-    rows = StaleRows(torch.zeros_like(row), row * DIM, row, progress.last_step.clone())
+    rows = StaleRows(torch.zeros_like(row), row * DIM, row, torch.from_numpy(last.copy()))
     one = torch.ones(1, dtype=torch.int64)
+    taken, log_beta2 = torch.tensor([steps], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
+    numbers = (*history.schedule, torch.tensor([lr_factor]), log_beta2, one * DIM)
+    on_steps = DeviceSteps(taken, torch.from_numpy(last), *numbers)
     layout = LookupLayout(one * ROWS, one * DIM, one - 1, one - 1, DIM, ROWS * DIM, 1, ROWS)
     clips = TableClips(torch.tensor([10]), torch.tensor([1e-5]), torch.tensor([1e-9]), torch.tensor([True]))
 
     def copied(values: Any, to: torch.device) -> Any:
         return values._make(each.clone().to(to) if isinstance(each, torch.Tensor) else each for each in values)
 
-    on_cpu, progress_on_cpu = copied(state, torch.device("cpu")), copied(progress, torch.device("cpu"))
+    on_cpu, steps_on_cpu = copied(state, torch.device("cpu")), copied(on_steps, torch.device("cpu"))
     behind = StaleRows(*(each[rows.last < steps] for each in rows))
-    tuples = map(to_numpy, (behind, on_cpu, progress_on_cpu, history.schedule))
+    tuples = map(to_numpy, (behind, on_cpu, steps_on_cpu))
     arguments = (0, 1, DIM, np.float32(lr_factor), *tuples, to_float32(constants), to_float32(thresholds))
     if clipped:
         replay_clipped_rows(*arguments, to_numpy(clips))
     else:
         replay_rows(*arguments)
 
-    taken, log_beta2 = torch.tensor([steps], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
-    numbers = (*history.schedule, torch.tensor([lr_factor]), log_beta2, one * DIM)
-    on_steps = DeviceSteps(taken, progress.last_step, *numbers)
     layout, clips, on_device, on_steps, row = (
         copied(each, device) if isinstance(each, tuple) else each.to(device)
         for each in (layout, clips, state, on_steps, row)
@@ -126,8 +124,8 @@ def compare_replay(case: str, clipped: bool, device: torch.device, *, steps: int
     replay_rows_on_device(
         row, distinct_begins(row), layout, clips if clipped else None, on_device, on_steps, constants, thresholds
     )
-    assert (progress_on_cpu.last_step < 0).any(), "no row decayed"
-    np.testing.assert_array_equal(on_steps.last_step.cpu().numpy(), progress_on_cpu.last_step.numpy())
+    assert (steps_on_cpu.last_step < 0).any(), "no row decayed"
+    np.testing.assert_array_equal(on_steps.last_step.cpu().numpy(), steps_on_cpu.last_step.numpy())
     for got, expected in zip(on_device, on_cpu, strict=True):
         np.testing.assert_array_equal(got.cpu().numpy(), expected.numpy())
 
