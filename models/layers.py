@@ -55,6 +55,16 @@ def glorot_normal(*shape: int) -> nn.Parameter:
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std))
 
 
+class CrossLayers(nn.Module):
+    """Layers whose kernels are regularised as those of the CowClip reference's cross layers."""
+
+    l2_group: Literal["linear", "cross"] = "cross"
+    kernels: nn.ParameterList
+
+    def l2_kernels(self) -> list[nn.Parameter]:
+        return list(self.kernels)
+
+
 class LinearPart(nn.Module):
     """Wide weights plus a kernel on the dense features plus the global bias.
 

@@ -3,24 +3,20 @@
 Sizes: B samples, M fields and dense features, K width of a layer's inputs, H heads, A width of a head.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from cowrec.models.config import ModelConfig
 from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import FieldEmbeddings, LogitKernel, Mlp, glorot_normal
+from cowrec.models.layers import CrossLayers, FieldEmbeddings, LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size
 
 
-class Interacting(nn.Module):
+class Interacting(CrossLayers):
     """x_m <- relu(heads' sums over k of softmax_k(<Q x_m, K x_k>) V x_k, side by side, + R x_m).
 
     Source: equations 5 to 8 of the paper; its scores are not scaled.
     """
-
-    l2_group: Literal["linear", "cross"] = "cross"
 
     def __init__(self, width: int, heads: int, attention_dim: int) -> None:
         super().__init__()

@@ -4,29 +4,22 @@ Cross layers are explicit feature crosses of growing order, x <- x0 * f(x) + x, 
 Sizes: B samples, K input width, L layers, E experts, R rank.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from cowrec.models.config import ModelConfig
 from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import LinearPart, LogitKernel, Mlp, glorot_normal
+from cowrec.models.layers import CrossLayers, LinearPart, LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size
 
 
-class _KernelCross(nn.Module):
+class _KernelCross(CrossLayers):
     """Layers with one kernel each, [K, W]."""
-
-    l2_group: Literal["linear", "cross"] = "cross"
 
     def __init__(self, width: int, layers: int, kernel_width: int) -> None:
         super().__init__()
         self.kernels = nn.ParameterList(glorot_normal(width, kernel_width) for _ in range(layers))
         self.biases = nn.ParameterList(torch.zeros(width) for _ in range(layers))
-
-    def l2_kernels(self) -> list[nn.Parameter]:
-        return list(self.kernels)
 
 
 class VectorCross(_KernelCross):
@@ -57,13 +50,11 @@ class MatrixCross(_KernelCross):
         return x
 
 
-class MixtureCross(nn.Module):
+class MixtureCross(CrossLayers):
     """x <- x0 * (sum_e g_e(x) U_e tanh(C_e tanh(V_e' x)) + b) + x, with softmax gates g that all layers share.
 
     Source: DCN V2 (arXiv 2008.13535), section 3.3, as the CowClip reference has it under the name DCNv2.
     """
-
-    l2_group: Literal["linear", "cross"] = "cross"
 
     def __init__(self, width: int, layers: int, experts: int, rank: int) -> None:
         super().__init__()

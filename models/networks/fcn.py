@@ -3,18 +3,16 @@
 Sizes: B samples, F fields and dense features, D embedding width, of which A = ceil(D / 2) columns come first, L layers.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from cowrec.models.config import ModelConfig
 from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import FieldEmbeddings, LogitKernel, glorot_normal
+from cowrec.models.layers import CrossLayers, FieldEmbeddings, LogitKernel, glorot_normal
 from cowrec.models.options import Size
 
 
-class MaskedCross(nn.Module):
+class MaskedCross(CrossLayers):
     """x <- y * ([c || c * relu(norm(c))] + b) + x with c = W x, where y is x itself or the first layer's.
 
     The degree of x doubles with each layer in the exponential cross network, y = x, and grows by one in the linear one.
@@ -29,8 +27,6 @@ class MaskedCross(nn.Module):
         dropout: after each layer.
     """
 
-    l2_group: Literal["linear", "cross"] = "cross"
-
     def __init__(self, fields: int, embedding_dim: int, layers: int, exponential: bool, dropout: float) -> None:
         super().__init__()
         half = (embedding_dim + 1) // 2
@@ -39,9 +35,6 @@ class MaskedCross(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(fields, embedding_dim) for _ in range(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(fields * half) for _ in range(layers))
         self.dropout = nn.Dropout(dropout)
-
-    def l2_kernels(self) -> list[nn.Parameter]:
-        return list(self.kernels)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, F, D] -> [B, F * D]."""

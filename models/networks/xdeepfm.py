@@ -3,24 +3,20 @@
 Sizes: B samples, F fields, D embedding width, H feature maps.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from cowrec.models.config import ModelConfig
 from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import LinearPart, LogitKernel, Mlp, glorot_normal
+from cowrec.models.layers import CrossLayers, LinearPart, LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Sizes
 
 
-class CompressedInteractions(nn.Module):
+class CompressedInteractions(CrossLayers):
     """x_h <- sum over i, j of W_hij x_i * x0_j, of which each feature map's sum over the D columns is an output.
 
     Source: equations 6 and 7 of the paper; every feature map is both an output and an input of the next layer.
     """
-
-    l2_group: Literal["linear", "cross"] = "cross"
 
     def __init__(self, num_fields: int, maps: Sizes) -> None:
         super().__init__()
@@ -28,9 +24,6 @@ class CompressedInteractions(nn.Module):
         self.kernels = nn.ParameterList(
             glorot_normal(out, count * num_fields) for out, count in zip(maps, inputs, strict=True)
         )
-
-    def l2_kernels(self) -> list[nn.Parameter]:
-        return list(self.kernels)
 
     def forward(self, x0: Tensor) -> Tensor:
         """[B, F, D] -> [B, sum of H]."""
