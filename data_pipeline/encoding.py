@@ -182,7 +182,7 @@ class Vocabulary:
 
     def rows_of_hashed(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
         """Does the same as `rows`, for strings as `string_buffers` gives them, with known hashes [R]."""
-        indices = self._table.find_hashed(hashes, offsets, data)
+        indices = self._table.find(hashes, offsets, data)
         rows = np.where(indices < 0, OUT_OF_VOCABULARY, indices + RESERVED_ROWS).astype(np.int32)
         return _with_missing(rows, offsets)
 
@@ -255,12 +255,11 @@ class StringTable:
         indices, self._size = _find(hashes, offsets, data, self._slots, self._starts, self._data, self._size, True)
         return indices
 
-    def find(self, text: pa.Array) -> np.ndarray:
-        """Looks up the indices of strings: int64 [R], -1 where a string is absent."""
-        return self.find_hashed(string_hashes(text), *string_buffers(text))
+    def find(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
+        """Looks up the indices of strings, as `string_buffers` gives them with their hashes, uint64 [R].
 
-    def find_hashed(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
-        """Does the same as `find`, for strings in the form of `string_buffers` with known hashes, uint64 [R]."""
+        Returns int64 [R], -1 where a string is absent.
+        """
         return _find(hashes, offsets, data, self._slots, self._starts, self._data, self._size, False)[0]
 
     def strings(self) -> pa.Array:
@@ -391,11 +390,14 @@ class ValueCounts:
 
     Args:
         most: largest U.
+
+    Attributes:
+        counts: occurrences of each of `values`, int64 [U].
     """
 
     def __init__(self, most: int = MOST_VALUES) -> None:
         self._most, self._shift = most, 0
-        self._keys, self._counts = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+        self._keys, self.counts = np.zeros(0, np.uint64), np.zeros(0, np.int64)
 
     def add(self, values: np.ndarray) -> None:
         """Counts numbers, float64 [R], all finite."""
@@ -408,17 +410,12 @@ class ValueCounts:
         """Adds the counts of another part of the column."""
         shift = max(self._shift, other._shift)
         self._coarsen(shift)
-        self._add(other._keys >> np.uint64(shift - other._shift), other._counts)
+        self._add(other._keys >> np.uint64(shift - other._shift), other.counts)
 
     @property
     def total(self) -> int:
         """R."""
-        return int(self._counts.sum())
-
-    @property
-    def counts(self) -> np.ndarray:
-        """Occurrences of each of `values`: int64 [U]."""
-        return self._counts
+        return int(self.counts.sum())
 
     @property
     def values(self) -> np.ndarray:
@@ -427,7 +424,7 @@ class ValueCounts:
         return np.where(keys & _SIGN, keys & ~_SIGN, ~keys).view(np.float64)
 
     def _add(self, keys: np.ndarray, counts: np.ndarray) -> None:
-        self._set(np.r_[self._keys, keys], np.r_[self._counts, counts])
+        self._set(np.r_[self._keys, keys], np.r_[self.counts, counts])
         if len(self._keys) > self._most:
             apart = self._keys[1:] ^ self._keys[:-1]  # keys that differ in their upper bits stay apart
             bits = bisect(range(64), -self._most, key=lambda bits: -1 - int(np.count_nonzero(apart >> np.uint64(bits))))
@@ -437,12 +434,12 @@ class ValueCounts:
         if shift > self._shift:
             keys = self._keys >> np.uint64(shift - self._shift)
             self._shift = shift
-            self._set(keys, self._counts)
+            self._set(keys, self.counts)
 
     def _set(self, keys: np.ndarray, counts: np.ndarray) -> None:
         self._keys, index = np.unique(keys, return_inverse=True)
-        self._counts = np.zeros(len(self._keys), np.int64)
-        np.add.at(self._counts, index, counts)
+        self.counts = np.zeros(len(self._keys), np.int64)
+        np.add.at(self.counts, index, counts)
 
 
 _NORMAL = NormalDist()

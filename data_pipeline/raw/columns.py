@@ -116,15 +116,13 @@ class SampleColumns:
     def weights(self, name: str) -> np.ndarray:
         """Returns sample weights, float32 [R]; a missing, negative or very large one is a problem."""
         values, wrong = self._numbers(name)
-        wrong |= ~(values >= 0)
+        wrong, large = wrong | ~(values >= 0), values > MAX_WEIGHT
         if self._for_prediction:
-            wrong |= values > MAX_WEIGHT
-            self.doubts[name, WEIGHTLESS] += int(wrong.sum())
-            return np.where(wrong, 0.0, values).astype(np.float32)
-        self._fail(wrong, name, self._columns[name], "a sample weight must be a finite number of at least 0")
-        wrong |= values > MAX_WEIGHT
-        self._fail(wrong, name, self._columns[name], WEIGHTS_ARE_BOUNDED)
-        return np.where(wrong, 0.0, values).astype(np.float32)
+            self.doubts[name, WEIGHTLESS] += int((wrong | large).sum())
+        else:
+            self._fail(wrong, name, self._columns[name], "a sample weight must be a finite number of at least 0")
+            self._fail(large, name, self._columns[name], WEIGHTS_ARE_BOUNDED)
+        return np.where(wrong | large, 0.0, values).astype(np.float32)
 
     def shown(self, name: str) -> pa.Array:
         """Returns the text of values of any type, strings [R], empty where missing, as predictions show them."""
@@ -268,15 +266,13 @@ class SampleColumns:
                     f"column {field.column!r} holds text, so field {field.name!r} needs a weight_separator"
                 )
             text = without_markers(items.fill_null(""), field.null)
-            ids, weights, wrong = split_pairs(text, field.weight_separator)
-            return ids, weights, wrong
+            return split_pairs(text, field.weight_separator)
         fields = [each.name for each in items.type] if pa.types.is_struct(items.type) else []
-        if not {"id", "weight"} <= set(fields):
-            raise _wrong_type(field.column, pa.list_(items.type), "lists of {id, weight}, maps, or their joined text")
-        ids, wrong = self._id_texts(plain_array(pc.struct_field(items, "id")), field.column)
-        found = as_floats(plain_array(pc.struct_field(items, "weight")))
+        is_pair = {"id", "weight"} <= set(fields)
+        found = as_floats(plain_array(pc.struct_field(items, "weight"))) if is_pair else None
         if found is None:
             raise _wrong_type(field.column, pa.list_(items.type), "lists of {id, weight}, maps, or their joined text")
+        ids, wrong = self._id_texts(plain_array(pc.struct_field(items, "id")), field.column)
         present = mask(items.is_valid())
         weights = np.where(present, found[0], 1.0)
         wrong = wrong | np.isnan(weights)
