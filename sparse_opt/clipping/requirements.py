@@ -109,15 +109,12 @@ def _clippable_lookups(model: nn.Module, skipped: set[str], unclipped: set[str])
 
 def _require_norms(model: nn.Module, rule: TableRules, unclipped: set[str]) -> None:
     """Raises ValueError, on all ranks alike, for a rule whose norms a lookup's backward cannot compute."""
-    for table in sorted(column_split_tables(model).keys() - unclipped) if rule.scope == "field" else ():
+    parts = dict.fromkeys(tables_on_some_ranks(model), "whose rows are on some ranks but not on all")
+    parts |= dict.fromkeys(column_split_tables(model), "which is sharded column-wise")
+    for table in sorted(parts.keys() - unclipped) if rule.scope == "field" else ():
         raise ValueError(
-            f"clip.rule = {rule.name!r} needs the norm of the complete table {table!r}, which is sharded column-wise;"
-            " shard it row- or table-wise, or name it in exclude"
-        )
-    for table in sorted(tables_on_some_ranks(model) - unclipped) if rule.scope == "field" else ():
-        raise ValueError(
-            f"clip.rule = {rule.name!r} needs the norm of the complete table {table!r}, whose rows are on some"
-            " ranks but not on all; shard it row- or table-wise, or name it in exclude"
+            f"clip.rule = {rule.name!r} needs the norm of the complete table {table!r}, {parts[table]}; shard it row-"
+            " or table-wise, or name it in exclude"
         )
     for table in sorted(replicated_tables(model) - unclipped) if rule.scope == "global" else ():
         raise ValueError(

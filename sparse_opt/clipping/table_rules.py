@@ -10,7 +10,7 @@ from torch import nn
 
 from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip, Scope
 from cowrec.sparse_opt.kernels.layout import TableClips
-from cowrec.sparse_opt.tbe.discovery import all_table_names, meant_tables
+from cowrec.sparse_opt.tbe.discovery import all_table_names, table_names
 from cowrec.sparse_opt.tbe.lookup import TableShard, TbeLookup
 
 OTHERS = "*"
@@ -112,7 +112,9 @@ _SCOPES = {"row": "row", "field": "table", "global": "gradient of all tables"}
 
 
 def named_tables(model: nn.Module, argument: str, names: Iterable[str]) -> dict[str, str]:
-    """Finds the tables that the names of an argument stand for, as :func:`meant_tables` does.
+    """Finds the tables that a user's names stand for; returns the user's name of each, by its name in the model.
+
+    A name that several collections have stands for the tables of all of them. ``argument`` is what has the names.
 
     Raises:
         TypeError: names is a string, which would be taken for a list of letters.
@@ -120,7 +122,14 @@ def named_tables(model: nn.Module, argument: str, names: Iterable[str]) -> dict[
     """
     if isinstance(names, str):
         raise TypeError(f"{argument} must be a list of table names, got {names!r}; write [{names!r}]")
-    named, known = meant_tables(model, names), all_table_names(model)
+    by_name: dict[str, list[str]] = {}
+    for _, own in table_names(model):
+        for name, in_model in own.items():
+            by_name.setdefault(name, []).append(in_model)
+    known = {table for tables in by_name.values() for table in tables}
+    # The name of one table in the model has precedence over one that several collections have.
+    ordered = sorted(names, key=lambda name: name not in by_name)
+    named = {table: name for name in ordered for table in by_name.get(name, [name])}
     for name in named:
         if name not in known:
             nearest = get_close_matches(name, known, n=1, cutoff=0.5)

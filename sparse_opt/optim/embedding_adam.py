@@ -98,7 +98,9 @@ class EmbeddingAdam(FusedOptimizer):
             )
         self.config, self.rule = config, NoClip() if rule is None else rule
         self._rules_of = partial(table_rules, model, exclude=exclude)
-        self._rules, self._lr_factors = self._rules_of(self.rule), _factors_of_tables(model, lr_factors)
+        self._rules, factors = self._rules_of(self.rule), dict(lr_factors or {})
+        named = named_tables(model, "lr_factors", factors)
+        self._lr_factors = {table: float(factors[name]) for table, name in named.items()}
         _require_rates(self._lr_factors, config)
         self._column_ranks = column_ranks = column_split_tables(model)
         if config.absent_rows == "replay":
@@ -369,12 +371,6 @@ class EmbeddingAdam(FusedOptimizer):
     def read_by_graph(self) -> tuple[Tensor, ...]:
         """Tensors of a captured CUDA graph, which must hold them as long as it is replayed."""
         return tuple(each for adam in self.lookups for each in adam.read_by_graph())
-
-
-def _factors_of_tables(model: nn.Module, lr_factors: Mapping[str, float] | None) -> dict[str, float]:
-    """Factors by the tables' names in the model. Raises ValueError, with the nearest name, for an unknown one."""
-    given = dict(lr_factors or {})
-    return {table: float(given[name]) for table, name in named_tables(model, "lr_factors", given).items()}
 
 
 def _require_rates(factors: Mapping[str, float], config: AdamConfig) -> None:

@@ -5,7 +5,7 @@ Like lookup.py, this file uses private attributes of TorchRec, FBGEMM and torch'
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, combinations
 from typing import Any
@@ -49,7 +49,8 @@ def find_lookups(model: nn.Module) -> tuple[list[TbeLookup], dict[str, str]]:
         if not isinstance(module, ShardedCollection):
             refusals |= dict.fromkeys(names.values(), _why_not(module))
             continue
-        for kernel in _kernels(module):
+        of_lookups: list[Any] = lookup_modules(module)
+        for kernel in (kernel for lookup in of_lookups for kernel in lookup._emb_modules):
             if reason := _why_not_kernel(module, kernel):
                 for table in kernel._config.embedding_tables:
                     refusals.setdefault(names[table.name], reason)
@@ -96,20 +97,6 @@ def table_names(model: nn.Module) -> list[tuple[nn.Module, dict[str, str]]]:
 def all_table_names(model: nn.Module) -> set[str]:
     """Names of all tables of a model, on all ranks."""
     return {name for _, names in table_names(model) for name in names.values()}
-
-
-def meant_tables(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Finds the tables that a user's names stand for; returns the user's name of each, by its name in the model.
-
-    A name that several collections have stands for the tables of all of them, an unknown one for itself.
-    """
-    by_name: dict[str, list[str]] = {}
-    for _, own in table_names(model):
-        for name, in_model in own.items():
-            by_name.setdefault(name, []).append(in_model)
-    # The name of one table in the model has precedence over one that several collections have.
-    ordered = sorted(names, key=lambda name: name not in by_name)
-    return {table: name for name in ordered for table in by_name.get(name, [name])}
 
 
 def lookups_of_ranks(model: nn.Module) -> list[list[list[str]]]:
@@ -219,12 +206,6 @@ def _sharded_tables(model: nn.Module) -> Iterator[tuple[str, ShardedCollection, 
 def _is_replicated(collection: ShardedCollection, table: str) -> bool:
     plan = collection.module_sharding_plan[table]
     return bool(plan.sharding_type == ShardingType.DATA_PARALLEL.value)
-
-
-def _kernels(collection: Any) -> Iterator[Any]:
-    lookups: list[Any] = lookup_modules(collection)
-    for lookup in lookups:
-        yield from lookup._emb_modules
 
 
 def rows_of_tables(model: nn.Module) -> dict[str, int]:

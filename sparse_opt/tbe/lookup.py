@@ -197,8 +197,13 @@ class TbeLookup:
 
     @property
     def parameter(self) -> Tensor:
-        """Parameter that shares the memory of :meth:`flat_weights`, of a lookup with a dense gradient."""
-        return _memory_of(self.module)
+        """Allocation that holds all its tables; discovery.py refuses lookups with several. With a dense gradient it is
+        the parameter that has it.
+        """
+        tbe = self.module
+        held = [tbe.weights] if self.has_dense_gradient else [tbe.weights_dev, tbe.weights_host, tbe.weights_uvm]
+        weights: Tensor = next(each for each in held if each.numel())
+        return weights
 
     @property
     def max_gradient(self) -> float | None:
@@ -253,7 +258,7 @@ class TbeLookup:
 
     def flat_weights(self) -> Tensor:
         """Weights held here as one flat tensor that shares their memory, float [sum rows * D]."""
-        return _memory_of(self.module).detach().view(-1)
+        return self.parameter.detach().view(-1)
 
     def zeros_of_weights(self) -> Tensor:
         """Allocates zeros, float32, laid out like :meth:`flat_weights` and in the same kind of memory."""
@@ -282,16 +287,6 @@ def _shard_of(collection: Any, table: Any, weights: Tensor, name: str) -> TableS
     ranks = ranks_of_columns(collection, table.name).get(first_row, ())
     rows, columns = weights.shape
     return TableShard(name, table.name, rows, first_row, columns, first_column, table.embedding_dim, ranks)
-
-
-def _memory_of(tbe: SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen) -> Tensor:
-    """Allocation that holds all tables of a lookup; discovery.py refuses lookups with several."""
-    weights: Tensor
-    if isinstance(tbe, DenseTableBatchedEmbeddingBagsCodegen):
-        weights = tbe.weights
-    else:
-        weights = next(each for each in (tbe.weights_dev, tbe.weights_host, tbe.weights_uvm) if each.numel())
-    return weights
 
 
 def process_group_of(collection: ShardedCollection) -> ProcessGroup:
