@@ -25,7 +25,7 @@ import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -336,7 +336,7 @@ def _publish(config: DriftConfig, folder: Path, rows: int, seconds: float, stop:
     last_ids = [np.empty(0, np.int64)] * config.fields
     target = open_target(str(folder / "published"), publishing=True)
     of_data = fingerprint(folder / "export", MODEL)
-    with Publisher(target, of_data, compact_after=1 << 40, compact_bytes=1 << 60) as publisher:
+    with closing(Publisher(target, of_data, compact_after=1 << 40, compact_bytes=1 << 60)) as publisher:
         export = _exported(folder / "export")
         publisher.publish(export, export)
         del export

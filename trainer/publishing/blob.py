@@ -200,6 +200,11 @@ def merged(older: Change, newer: Change) -> Change:
     return Change(newer.step, newer.sample_time, tables, {**older.dense, **newer.dense})
 
 
+def joined(older: Change | None, newer: Change | None) -> Change | None:
+    """Merges two successive changes, of which either may be none."""
+    return merged(older, newer) if older and newer else older or newer
+
+
 def _verified(blob: bytes) -> memoryview:
     """The content of a blob."""
     if not blob.startswith(MAGIC):
@@ -243,8 +248,8 @@ def _merged_table(older: TableChange, newer: TableChange) -> TableChange:
         np.concatenate([older.ids[kept], newer.ids]),
         rows,
         np.concatenate([older.deleted[still_deleted], newer.deleted]),
-        _joined(older.feature, kept, newer.feature),
-        _joined(older.deleted_feature, still_deleted, newer.deleted_feature),
+        _features(older.feature, kept, newer.feature),
+        _features(older.deleted_feature, still_deleted, newer.deleted_feature),
     )
 
 
@@ -257,7 +262,7 @@ def row_keys(ids: NDArray[np.int64], feature: NDArray[np.int64] | None) -> NDArr
     return both
 
 
-def _joined(
+def _features(
     older: NDArray[np.int64] | None, kept: NDArray[np.bool_], newer: NDArray[np.int64] | None
 ) -> NDArray[np.int64] | None:
     return None if older is None or newer is None else np.concatenate([older[kept], newer])

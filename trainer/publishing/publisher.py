@@ -17,7 +17,7 @@ from typing import Any
 
 from cowrec.data_pipeline.files import NO_SPACE
 
-from .blob import Blob, Change, Kind, decode, encode, merged
+from .blob import Blob, Change, Kind, decode, encode, joined, merged
 from .target import DEADLINE, LEASE, Target
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ That is less than the time between two calls of :meth:`Target.keep`, and than th
 
 
 class Publisher:
-    """Publishes to a target in the background; a context manager.
+    """Publishes to a target in the background.
 
     Args:
         target: opened for publishing.
@@ -39,9 +39,6 @@ class Publisher:
         compact_bytes: their total size, likewise, or that of the last full version where this is larger.
         keep_full: full versions that are kept, with the deltas after the oldest of them; at least 2, so that a reader
             has until the next full version to catch up.
-
-    Raises:
-        ValueError: ``keep_full`` is below 2.
     """
 
     def __init__(
@@ -53,8 +50,6 @@ class Publisher:
         compact_bytes: int = 256 << 20,
         keep_full: int = 2,
     ) -> None:
-        if keep_full < 2:
-            raise ValueError(f"keep_full must be at least 2, got {keep_full}")
         self._target, self._fingerprint, self._keep_full = target, fingerprint, keep_full
         self._compact_after, self._compact_bytes = compact_after, compact_bytes
         self._state = threading.Condition()
@@ -70,12 +65,6 @@ class Publisher:
         self._error: str | None = None
         self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> "Publisher":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def wants_full(self) -> bool:
@@ -97,11 +86,11 @@ class Publisher:
         """
         with self._state:
             assert not self._closed
-            self._pending = _joined(self._pending, change)
+            self._pending = joined(self._pending, change)
             if everything is not None and self._wants_full:
                 self._everything, self._since = everything, None
             elif self._everything is not None:
-                self._since = _joined(self._since, change)
+                self._since = joined(self._since, change)
             self._state.notify_all()
 
     def finish(self, seconds: float = DEADLINE) -> bool:
@@ -188,9 +177,9 @@ class Publisher:
         """
         taken, left = everything
         if self._everything is taken:  # no other one has come
-            self._everything, self._since = left, left and _joined(since, self._since)
+            self._everything, self._since = left, left and joined(since, self._since)
         self._lacks_delta = pending is not None
-        self._pending = _joined(pending, self._pending)
+        self._pending = joined(pending, self._pending)
         if failure:
             self._failures += 1
             if self._error is None:
@@ -266,7 +255,3 @@ class Publisher:
         for version, kind in old:
             self._target.remove(version, kind)
         return len(old)
-
-
-def _joined(older: Change | None, newer: Change | None) -> Change | None:
-    return merged(older, newer) if older and newer else older or newer

@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from cowrec.data_pipeline.urls import without_credentials
 
-from .blob import Blob, Change, DamagedBlob, Kind, OtherFormat, encode, merged
+from .blob import Blob, Change, DamagedBlob, Kind, OtherFormat, encode, joined, merged
 from .follower import decode_as
 from .target import Target, open_target
 
@@ -130,19 +128,10 @@ def _chains(listed: Sequence[ListedVersion], version: int) -> Iterator[list[Blob
 
 def _composed(chain: Iterator[Blob]) -> Blob:
     """Composes a full version and the deltas after it into a full one."""
-    first = next(chain)
-    last, none = first, np.empty(0, np.int64)
-    change = None
-    for last in chain:  # the large one is copied once
-        change = last.change if change is None else merged(change, last.change)
-    if change is None:
-        return first
-    whole = merged(first.change, change)
-    tables = {
-        name: replace(table, deleted=none, deleted_feature=None if table.feature is None else none)
-        for name, table in whole.tables.items()
-    }
-    return replace(first, change=replace(whole, tables=tables))
+    first, change = next(chain), None
+    for each in chain:  # the large one is copied once
+        change = joined(change, each.change)
+    return first if change is None else replace(first, change=merged(first.change, change).without_deleted())
 
 
 def _ranges(numbers: Sequence[int]) -> str:

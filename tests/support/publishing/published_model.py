@@ -136,8 +136,8 @@ def publish(publisher: Publisher, model: Model, *, with_dense: bool = False, wai
         assert publisher.finish(60)
 
 
-def publisher(url: str, **config: int) -> Publisher:
-    return Publisher(open_target(url, publishing=True), "of some data", **config)
+def publisher(url: str, **config: int) -> contextlib.closing[Publisher]:
+    return contextlib.closing(Publisher(open_target(url, publishing=True), "of some data", **config))
 
 
 @contextlib.contextmanager

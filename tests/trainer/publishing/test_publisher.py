@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from cowrec.trainer.config.sections import OnlineConfig
 from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, DamagedBlob, TableChange, decode, encode, merged
 from cowrec.trainer.publishing.follower import VersionFollower
 from cowrec.trainer.publishing.publisher import Publisher
@@ -605,4 +606,4 @@ def test_more_full_versions_are_kept_if_asked(tmp_path: Path) -> None:
         publish_many(out, Model(), {}, 15)
     assert [version for version, kind in open_target(str(tmp_path)).blobs() if kind == "full"] == [4, 7, 10, 13]
     assert reachable(list_versions(str(tmp_path))) == list(range(4, 16))
-    refused(re.escape("keep_full must be at least 2, got 1"), publisher, str(tmp_path / "other"), keep_full=1)
+    refused(re.escape("online.keep_full_versions must be at least 2, got 1"), OnlineConfig, keep_full_versions=1)

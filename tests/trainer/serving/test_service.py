@@ -461,9 +461,9 @@ def everything(export: Path, step: int, sample_time: int | None = None) -> Chang
     return Change(step, sample_time, tables, dense)
 
 
-def publisher_to(url: str, folder: Path) -> Publisher:
+def publisher_to(url: str, folder: Path) -> contextlib.closing[Publisher]:
     """A trainer's publisher, of the data and network of a folder's export."""
-    return Publisher(open_target(url, publishing=True), fingerprint_of(folder))
+    return contextlib.closing(Publisher(open_target(url, publishing=True), fingerprint_of(folder)))
 
 
 def fingerprint_of(folder: Path) -> str:
