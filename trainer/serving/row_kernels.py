@@ -249,8 +249,8 @@ def _look_up(slots, over_slots, identifier, field, fields, base, size):
 
 
 @compiled()
-def gather(start, stop, ids, fields, tables, out):
-    """Gathers the rows of single-valued fields for the samples from ``start`` to ``stop``.
+def gather(ids, fields, tables, out):
+    """Gathers the rows of single-valued fields.
 
     Reads ids [B, S] of the fields with the numbers ``fields`` [S], and writes the leading P columns of float32 out
     [B, F, P or more]. Returns how many ids had no row of their own.
@@ -259,7 +259,7 @@ def gather(start, stop, ids, fields, tables, out):
     slots, rows, scales = tables.base
     over_slots, over_rows, over_scales = tables.overlay
     unknown = 0
-    for sample in range(start, stop):
+    for sample in range(len(out)):
         for s in range(len(fields)):
             field = fields[s]
             base, size = bases[field], sizes[field]
@@ -275,8 +275,8 @@ def gather(start, stop, ids, fields, tables, out):
 
 
 @compiled()
-def gather_bag(start, stop, bag, tables, out):
-    """Pools the rows of a list field for the samples from ``start`` to ``stop``, into float32 out [B, F, P or more].
+def gather_bag(bag, tables, out):
+    """Pools the rows of a list field into float32 out [B, F, P or more].
 
     Those of a sequence are written to its positions, the last one last, after zeros.
 
@@ -288,7 +288,7 @@ def gather_bag(start, stop, bag, tables, out):
     slots, rows, scales = tables.base
     over_slots, over_rows, over_scales = tables.overlay
     unknown = 0
-    for sample in range(start, stop):
+    for sample in range(len(out)):
         own = out[sample, bag.first : bag.first + max(positions, 1), : rows.shape[1]]
         own[:] = 0
         total = own[0]

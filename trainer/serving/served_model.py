@@ -33,7 +33,10 @@ class ModelState:
 
     Attributes:
         tables: those of each width, see :meth:`ServedRows.gather`.
+        version: published version; 0 for the export.
         lineage: empty if only a full version can follow.
+        step: training steps of the model.
+        sample_time: newest sample trained on, Unix seconds; None if samples have no time.
     """
 
     tables: Sequence[Tables]
@@ -53,11 +56,15 @@ class ServedModel:
         manifest: of the export.
         schema: of the samples.
         export_dir: folder of the export, whose fingerprint published versions must have.
+
+    Attributes:
+        state: that predictions use which begin now.
+        unknown_ids: ids that had no row of their own, since the start.
     """
 
     def __init__(self, manifest: Manifest, schema: Schema, export_dir: Path) -> None:
         self.manifest, self.schema, self._export_dir = manifest, schema, export_dir
-        self._state: ModelState
+        self.state: ModelState
         keys, served = list(schema.keys), [field.name for field in schema.sparse]
         self._number = {field.name: keys.index(field.keys[0]) for field in schema.sparse}
         described = list(manifest.tables.values())
@@ -85,7 +92,7 @@ class ServedModel:
         shape = (num_dense, len(keys), max(self._widths))
         self._inference = InferenceNetwork(network, schema.logit_shift, shape, [*self._longest.values()])
         self._applying, self._predicting = threading.Lock(), threading.Lock()
-        self._unknown_ids = self._applied_rows = 0
+        self.unknown_ids = self._applied_rows = 0
 
     @staticmethod
     def load(export_dir: Path) -> "ServedModel":
@@ -110,28 +117,13 @@ class ServedModel:
             ids = stored["ids"].numpy() if "ids" in stored else np.arange(table.rows)
             feature = stored["feature"].numpy() if "feature" in stored else None
             model._rows.load(ids, model._fields(name, len(ids), feature), stored["rows"], stored.get("scale"))
-        model._state = ModelState(model._rows.tables, network, 0, "", manifest.step, manifest.sample_time)
+        model.state = ModelState(model._rows.tables, network, 0, "", manifest.step, manifest.sample_time)
         return model
 
     @cached_property
     def _fingerprint(self) -> str:
         """Of the export; it reads the vocabularies, which only a server that follows a target needs."""
         return fingerprint(self._export_dir, self.manifest.model)
-
-    @property
-    def version(self) -> int:
-        """Published version that is served; 0 for the export."""
-        return self._state.version
-
-    @property
-    def step(self) -> int:
-        """Training steps of the model."""
-        return self._state.step
-
-    @property
-    def sample_time(self) -> int | None:
-        """Newest sample trained on, Unix seconds; None if samples have no time."""
-        return self._state.sample_time
 
     def predict(self, samples: SampleBlock) -> NDArray[np.float32]:
         """Click probabilities, [B] or [B, T] of T > 1 tasks, of encoded samples on the CPU; labels are ignored."""
@@ -142,11 +134,11 @@ class ServedModel:
         if self._buckets:
             samples = self._with_bucket_rows(samples)
         with self._predicting:
-            state = self._state
+            state = self.state
             rows, unknown = self._rows.gather(samples, state.tables)
             lengths = [samples.bags[name].lengths.clamp(max=most) for name, most in self._longest.items()]
             predicted = state.network(samples.dense, (rows, torch.stack(lengths, 1)) if lengths else rows)
-            self._unknown_ids += unknown
+            self.unknown_ids += unknown
         return predicted.numpy(), state.version
 
     def apply(self, blob: Blob) -> None:
@@ -165,23 +157,17 @@ class ServedModel:
             # Until a delta is merged, only a full version could follow.
             lineage = blob.lineage if blob.kind == "full" else ""
             state = ModelState(self._rows.tables, network, blob.version, lineage, change.step, change.sample_time)
-            self._state = state
+            self.state = state
             if blob.kind == "delta":
                 with self._predicting:  # the last prediction of an older version has ended
                     pass
                 self._rows.merge(changes)
-                self._state = dataclasses.replace(state, tables=self._rows.tables, lineage=blob.lineage)
+                self.state = dataclasses.replace(state, tables=self._rows.tables, lineage=blob.lineage)
             self._applied_rows += change.num_rows
 
-    @property
-    def unknown_ids(self) -> int:
-        """Ids that had no row of their own, since the start."""
-        return self._unknown_ids
-
     def counters(self) -> dict[str, int]:
-        """Ids that had no row of their own, rows written and removed, all since the start; ids that have a row now."""
+        """Rows written and removed since the start, and ids that have a row now."""
         return {
-            "unknown_ids": self._unknown_ids,
             "applied_rows": self._applied_rows,
             "removed_rows": self._rows.removed,
             "resident_ids": self._rows.resident,
@@ -225,7 +211,7 @@ class ServedModel:
 
     def _checked(self, blob: Blob) -> InferenceNetwork:
         """The network of a version. Raises ValueError if it does not fit this model, or does not follow its version."""
-        now, change = self._state, blob.change
+        now, change = self.state, blob.change
         if blob.fingerprint != self._fingerprint:
             raise ValueError(
                 f"version {blob.version} is of a run on other data or of another network, whose fingerprint is"

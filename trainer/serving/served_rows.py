@@ -112,14 +112,14 @@ class ServedRows:
         for (columns, singles, bags), own in zip(self._of_width, tables, strict=True):
             ids = all_ids if len(columns) == all_ids.shape[1] else all_ids[:, columns]
             ids = np.ascontiguousarray(ids, np.int64)  # of one type, as each takes seconds to compile for
-            unknown += gather(0, len(samples), ids, singles, own, out)
+            unknown += gather(ids, singles, own, out)
             for number, field in bags:
                 values = samples.bags[field.name]
                 weights = _NO_WEIGHTS if values.weights is None else values.weights.numpy()
                 ids, offsets = values.values.numpy().astype(np.int64, copy=False), values.offsets.numpy()
                 shared = self._number[field.vocabulary]
                 bag = Bag(shared, number, field.max_length, ids, offsets, weights, field.pooling == "mean")
-                unknown += gather_bag(0, len(samples), bag, own, out)
+                unknown += gather_bag(bag, own, out)
         return torch.from_numpy(out), unknown
 
     def load(self, ids: Ids, fields: Ids, rows: Tensor, scale: Tensor | None = None) -> None:
@@ -287,5 +287,5 @@ class _RowsOfWidth:
         overlay_ids(none, none, 0, self.tables, base.slots)
         copy_to_larger(base.rows, base.rows.copy()), copy_to_larger(base.scales, base.scales.copy())
         remove(none, none, base.slots, none)
-        gather(0, 0, np.empty((0, 0), np.int64), none, self.tables, out)
-        gather_bag(0, 0, Bag(0, 0, 0, none, none, _NO_WEIGHTS, False), self.tables, out)
+        gather(np.empty((0, 0), np.int64), none, self.tables, out)
+        gather_bag(Bag(0, 0, 0, none, none, _NO_WEIGHTS, False), self.tables, out)

@@ -122,7 +122,7 @@ class Service:
             return
         self.loaded = True
         following = f", follows {self._follower.url}" if self._follower else ""
-        logger.info("%s is served: step %d%s", self._export_dir, self._model.step, following)
+        logger.info("%s is served: step %d%s", self._export_dir, self._model.state.step, following)
         if self._follower:
             self._follower.start()
 
@@ -135,7 +135,7 @@ class Service:
     @property
     def version(self) -> int:
         """Published version of the served model; 0 for the export itself."""
-        return self._model.version if self.loaded else 0
+        return self._model.state.version if self.loaded else 0
 
     def cannot_predict(self) -> str:
         """Why requests cannot be answered yet; empty if they can."""
@@ -160,9 +160,9 @@ class Service:
             "ready": not not_ready,
             "problem": shown_text(problem),
             "version": self.version,
-            "step": self._model.step,
-            "sample_time": self._model.sample_time,
-            "age_seconds": _seconds_since(self._model.sample_time),
+            "step": self._model.state.step,
+            "sample_time": self._model.state.sample_time,
+            "age_seconds": _seconds_since(self._model.state.sample_time),
         }
 
     def compute(self, samples: Sequence[RequestSample]) -> Sequence[Answer]:
@@ -177,7 +177,7 @@ class Service:
         return answers
 
     def _computed(self, samples: Sequence[RequestSample]) -> Sequence[Answer]:
-        version = self._model.version
+        version = self._model.state.version
         block, problems = encode_samples(self._codec, samples)
         results: list[Result] = [*problems]
         good = [index for index, problem in enumerate(problems) if not problem]
@@ -210,13 +210,13 @@ class Service:
         follower = self._follower
         ages = {
             "ready": float(not self.not_ready()),
-            "model_age_seconds": _seconds_since(self._model.sample_time if self.loaded else None),
+            "model_age_seconds": _seconds_since(self._model.state.sample_time if self.loaded else None),
             "last_delta_age_seconds": _seconds_since(follower.applied_time if follower else None),
             "following": float(follower is not None and not follower.problem),
         }
         if not self.loaded:
             return ages
-        return {**ages, "model_version": self.version, "model_step": self._model.step, **self._model.counters()}
+        return {**ages, "model_version": self.version, "model_step": self._model.state.step, **self._model.counters()}
 
 
 class Late(Exception):

@@ -173,7 +173,7 @@ def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: 
     assert report["samples"] == SAMPLES
     assert sum(table["evicted"] for table in report["id_tables"].values()) > 300
     served = assert_readers_equal_an_export(case, tmp_path / "run", tmp_path / "published")
-    assert (served.version > 3, served.step) == (True, report["steps"])
+    assert (served.state.version > 3, served.state.step) == (True, report["steps"])
     assert served.counters()["removed_rows"] > 0
     with pytest.raises(ValueError, match=r"of another configuration: it has online\.lateness"):
         run(case, tmp_path / "run", *settings, "online.lateness='7s'", **again)
@@ -231,7 +231,7 @@ def test_readers_have_the_rows_of_unknown_and_missing_ids_exactly(case: Path, tm
     for sample in samples:
         sample |= {name: 0.5 for name in codec.columns if name.startswith("I")}
     block, bad = codec.encode_request(samples)
-    assert (served.step, bad) == (1000 // 64 + 1, ())
+    assert (served.state.step, bad) == (1000 // 64 + 1, ())
     assert np.array_equal(served.predict(block), ServedModel.load(tmp_path / "export").predict(block))
 
 

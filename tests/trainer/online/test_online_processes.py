@@ -155,7 +155,7 @@ def test_a_quiet_stream_is_waited_for(folder: Path) -> None:
 def test_readers_of_publications_equal_an_export(folder: Path, name: str) -> None:
     run_dir = folder / "runs4" / name
     served = assert_readers_equal_an_export(folder, run_dir, f"{run_dir}_published", source="in")
-    assert served.version == 2, "a full version and a delta"
+    assert served.state.version == 2, "a full version and a delta"
 
 
 def test_a_batch_is_set_aside_by_all_processes(folder: Path) -> None:
@@ -209,7 +209,7 @@ def test_histories_are_published_and_trained_by_processes_alike(tmp_path: Path) 
     )
     assert online_case(one) == "ok"
     served = assert_readers_equal_an_export(tmp_path, tmp_path / "one", one["publish"], source="in")
-    assert served.version > 1
+    assert served.state.version > 1
     assert served.counters()["removed_rows"] > 0
     assert outcomes_in_processes(online_case, [two], 2) == [["ok"]] * 2
     assert_close(state_of(tmp_path / "two"), state_of(tmp_path / "one"), atol=1e-5)

@@ -190,7 +190,8 @@ def test_ids_that_are_added_deleted_and_added_again(tmp_path: Path, ids: int, pr
         resident = sum(each not in RESERVED for table in oracle.tables.values() for _, each in table)
         applied += change.num_rows
         assert (served.counters()["resident_ids"], served.counters()["applied_rows"]) == (resident, applied)
-        assert (served.version, served.step, served.sample_time) == (version, change.step, change.sample_time)
+        state = served.state
+        assert (state.version, state.step, state.sample_time) == (version, change.step, change.sample_time)
     oracle.export(tmp_path / "after", precision)
     np.testing.assert_array_equal(served.predict(samples), ServedModel.load(tmp_path / "after").predict(samples))
     if precision == "float16":
@@ -239,7 +240,7 @@ def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             served.apply(blob)
         np.testing.assert_array_equal(served.predict(samples), expected)
-        assert served.version == 4
+        assert served.state.version == 4
     served.apply(delta(later, 5))
     np.testing.assert_allclose(served.predict(samples), oracle.predict(samples), rtol=2e-5, atol=2e-6)
 
