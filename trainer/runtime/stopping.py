@@ -30,31 +30,29 @@ class LossWatch:
 
     def __init__(self, process: Process):
         self._world_size = process.world_size
-        self._losses: list[Tensor] = []
-        self._steps: list[int] = []
+        self._losses: list[tuple[int, Tensor]] = []
         self._sum, self._count = 0.0, 0
 
     def add(self, loss: Tensor, step: int) -> None:
         """Adds this process's loss of a step, a scalar."""
-        self._losses.append(loss.detach().clone())  # a captured step returns its loss in the same memory each time
-        self._steps.append(step)
+        # A captured step returns its loss in the same memory each time.
+        self._losses.append((step, loss.detach().clone()))
 
-    def read(self) -> tuple[float, int | None]:
-        """(mean loss since the last call, or NaN; first step whose loss was not finite, or None) over all processes.
+    def mean(self) -> float:
+        """Mean over all processes of the losses that were checked since the last call, or NaN."""
+        mean = self._sum / self._count / self._world_size if self._count else nan
+        self._sum, self._count = 0.0, 0
+        return mean
+
+    def check(self) -> int | None:
+        """The first step whose loss was not finite since the last call, or None, over all processes.
 
         Waits for the device once. Collective: all processes call it together, after the same steps.
         """
-        bad = self.check()
-        mean = self._sum / self._count / self._world_size if self._count else nan
-        self._sum, self._count = 0.0, 0
-        return mean, bad
-
-    def check(self) -> int | None:
-        """The first step whose loss was not finite since the last call of this or :meth:`read`; keeps the mean."""
-        if not self._steps:
+        if not self._losses:
             return None
-        steps, losses = self._steps, torch.stack(self._losses).double()
-        self._steps, self._losses = [], []
+        steps, losses = [step for step, _ in self._losses], torch.stack([each for _, each in self._losses]).double()
+        self._losses = []
         if self._world_size > 1:
             dist.all_reduce(losses)  # a sum is finite only where all its terms are
         values = losses.tolist()
@@ -164,12 +162,9 @@ class Heartbeat:
                 f"stopped at step {self._step:,}: {lost}; check its log and its machine, then continue with --resume"
             ) from error
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        if self._process.world_size > 1:
-            self._stop.set()
-            self._thread.join(_PERIOD)  # it may wait for a machine that no longer answers
+            if self._process.world_size > 1:
+                self._stop.set()
+                self._thread.join(_PERIOD)  # it may wait for a machine that no longer answers
 
     def lost(self) -> str:
         """Which processes have stopped sending heartbeats, which takes seconds to find out; empty if none has."""

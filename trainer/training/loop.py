@@ -455,21 +455,16 @@ class Trainer:
         if not self.steps:
             raise self.non_finite(f"in any of the {self.set_aside} batches{self._set_aside_for}")
 
-    def require_finite(self) -> None:
-        """Raises NonFiniteLoss, on all ranks, if a loss since the last reading was not finite; keeps the mean."""
+    def require_finite(self, within: str = "") -> None:
+        """Raises NonFiniteLoss on all ranks if a loss was not finite; its message has the step, then ``within``."""
         bad_step = self._losses.check()
         if bad_step is not None:
-            raise self.non_finite(f"at step {bad_step + 1}")
+            raise self.non_finite(f"at step {bad_step + 1}{within}")
 
     def checked_loss(self, within: str = "") -> float:
-        """Mean loss over all ranks since the last check.
-
-        Raises NonFiniteLoss on all ranks if a loss was not finite; its message has the step and ``within`` what it is.
-        """
-        mean, bad_step = self._losses.read()
-        if bad_step is not None:
-            raise self.non_finite(f"at step {bad_step + 1}{within}")
-        return mean
+        """Mean loss over all ranks since the last call, after :meth:`require_finite`."""
+        self.require_finite(within)
+        return self._losses.mean()
 
     def non_finite(self, where: str) -> NonFiniteLoss:
         """Error for a loss that was not finite."""

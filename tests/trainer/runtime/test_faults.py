@@ -175,7 +175,7 @@ def test_readings_cover_the_steps_since_the_last(readings: list[list[float]], st
     for values in readings:
         for number, value in enumerate(values):
             watch.add(torch.tensor(value), step + number)
-        mean, bad = watch.read()
+        bad, mean = watch.check(), watch.mean()
         wrong = [step + number for number, value in enumerate(values) if not math.isfinite(value)]
         assert bad == (wrong[0] if wrong else None)
         if wrong or not values:
@@ -191,24 +191,26 @@ def test_a_loss_may_be_overwritten_by_the_next_step() -> None:
     for step in range(4):
         loss.fill_(step)
         watch.add(loss, step)
-    assert watch.read() == (1.5, None)
+    assert (watch.check(), watch.mean()) == (None, 1.5)
 
 
 def two_processes(rank: int, folder: str) -> None:
     with process_group(rank, 2, folder):
         watch = LossWatch(process(rank, 2))
-        assert math.isnan(watch.read()[0])
+        assert watch.check() is None
+        assert math.isnan(watch.mean())
         for step in range(6):
             watch.add(torch.tensor(float(step + 10 * rank)), step)
-        assert watch.read() == (7.5, None)
+        assert (watch.check(), watch.mean()) == (None, 7.5)
         for step in range(6, 12):
             watch.add(torch.tensor(math.inf if (rank, step) == (1, 9) else 1.0), step)
-        assert watch.read()[1] == 9
+        assert (watch.check(), watch.mean()) == (9, math.inf)
         for step in range(12, 15):  # an infinity of each sign on the two
             watch.add(torch.tensor((-1) ** rank * math.inf if step == 13 else 1.0), step)
-        assert watch.read()[1] == 13
+        assert watch.check() == 13
+        assert math.isnan(watch.mean())
         watch.add(torch.tensor(2.0 * rank), 15)
-        assert watch.read() == (1.0, None)
+        assert (watch.check(), watch.mean()) == (None, 1.0)
 
 
 def test_all_processes_read_the_same(tmp_path: Path) -> None:
