@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from .trackers import Tracking, flattened
 logger = logging.getLogger(__name__)
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Log of a run's metrics, to ``metrics.jsonl``, TensorBoard and trackers.
 
     Args:
@@ -47,9 +47,6 @@ class MetricsLog:
             for file in (path / METRICS, earlier(path / METRICS)):
                 _drop_after(file, step)
 
-    def __enter__(self) -> "MetricsLog":
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._board:
             with suppress(*self._tolerated):
@@ -76,20 +73,15 @@ class MetricsLog:
             tracker.log(step, numbers)
 
     def _write_files(self, path: Path, line: bytes, step: int, numbers: Mapping[str, float]) -> None:
-        if append_line(path / METRICS, line, self._max_bytes):
-            self._begin_board()
+        if append_line(path / METRICS, line, self._max_bytes):  # the file was full: TensorBoard begins another one too
+            if self._board:
+                self._board.close()
+            for file in sorted((path / BOARD).glob("events.*"), key=lambda file: file.stat().st_mtime)[:-1]:
+                file.unlink()
+            self._board = None
         self._board = self._board or SummaryWriter(str(path / BOARD))
         for tag, value in numbers.items():
             self._board.add_scalar(tag, value, step)
-
-    def _begin_board(self) -> None:
-        """Begins a new file of TensorBoard's, and removes all but the last."""
-        assert self._path
-        if self._board:
-            self._board.close()
-        for file in sorted((self._path / BOARD).glob("events.*"), key=lambda file: file.stat().st_mtime)[:-1]:
-            file.unlink()
-        self._board = SummaryWriter(str(self._path / BOARD))
 
 
 def _drop_after(metrics: Path, step: int) -> None:

@@ -6,6 +6,7 @@ import pickle
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, TypeVar, cast
@@ -18,7 +19,7 @@ Result = TypeVar("Result")
 _SECONDS_TO_END = 30
 
 
-class Subprocess:
+class Subprocess(AbstractContextManager["Subprocess"]):
     """A subprocess that runs one call after the other, without a new start and new imports for each.
 
     A call that fails also ends the process, whose memory or GPU may be in any state; the next call starts a new one.
@@ -28,9 +29,6 @@ class Subprocess:
     def __init__(self) -> None:
         self._process: Any = None
         self._connection: Connection
-
-    def __enter__(self) -> "Subprocess":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
