@@ -10,7 +10,7 @@ import torch
 
 from cowrec.models import ModelConfig, require_model
 from cowrec.sparse_opt import AdamConfig
-from cowrec.trainer.config.checks import require
+from cowrec.trainer.config.checks import require, require_choices
 from cowrec.trainer.config.run import RunConfig, config_from, load_config, with_values
 from cowrec.trainer.config.sections import TrainConfig
 
@@ -43,17 +43,11 @@ class Bench:
     def __post_init__(self) -> None:
         require_model(ModelConfig(name=self.model))
         modes, precisions = get_type_hints(AdamConfig)["absent_rows"], get_type_hints(TrainConfig)["precision"]
-        for flag, values, known in (
-            ("absent-rows", self.modes, get_args(modes)),
-            ("clip", self.clips, ("on", "off")),
-            ("precision", self.precisions, get_args(precisions)),
-            ("device", [self.device], ("cpu", "cuda")),
-            ("batch-sizes", self.batch_sizes, self.batch_sizes),
-        ):
-            if unknown := [each for each in values if each not in known]:
-                raise ValueError(f"--{flag} {unknown[0]!r} is not known; known: {', '.join(map(str, known))}")
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"--{flag} needs one value or several different ones, got {values}")
+        require_choices("--absent-rows", self.modes, get_args(modes))
+        require_choices("--clip", self.clips, ("on", "off"))
+        require_choices("--precision", self.precisions, get_args(precisions))
+        require_choices("--device", [self.device], ("cpu", "cuda"))
+        require_choices("--batch-sizes", self.batch_sizes, self.batch_sizes)
         require("--batch-sizes", min(self.batch_sizes), min(self.batch_sizes) >= 1, "at least 1")
         require("--rows", self.max_rows, self.max_rows is None or self.max_rows >= 2, "full or at least 2")
         require("--epoch-share", self.epoch_share, 0 < self.epoch_share <= 40, "above 0 and at most 40")

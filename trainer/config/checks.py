@@ -1,6 +1,6 @@
 """Checks that sections of a configuration share, and the hint that a message about an unknown name ends with."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from math import inf
 from typing import Any
@@ -30,6 +30,14 @@ def hint(name: str, known: Collection[str], otherwise: str = "known") -> str:
     """``did you mean 'NEAREST'?``, or ``OTHERWISE: NAME, NAME, ...`` if no known name is like it."""
     nearest = nearest_name(name, known)
     return f"{otherwise}: {', '.join(known)}" if nearest is None else f"did you mean {nearest!r}?"
+
+
+def require_choices(flag: str, values: Sequence[Any], known: Collection[Any]) -> None:
+    """Raises ValueError unless a flag has one value, or several different ones, all of which are known."""
+    if unknown := [each for each in values if each not in known]:
+        raise ValueError(f"{flag} {unknown[0]!r} is not known; known: {', '.join(map(str, known))}")
+    if not values or len(set(values)) < len(values):
+        raise ValueError(f"{flag} needs one value or several different ones, got {list(values)}")
 
 
 def require_known(key: str, value: str, known: Collection[str]) -> None:

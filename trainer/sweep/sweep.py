@@ -16,7 +16,7 @@ import torch
 
 from cowrec.data_pipeline import Schema
 from cowrec.sparse_opt import SCALING_RULES
-from cowrec.trainer.config.checks import require
+from cowrec.trainer.config.checks import require, require_choices
 from cowrec.trainer.config.run import RunConfig, with_values
 from cowrec.trainer.measures.clip_metrics import HARDLY_ANY
 from cowrec.trainer.reports.text_table import speed_text
@@ -72,13 +72,9 @@ class Grid:
     seeds: int
 
     def __post_init__(self) -> None:
-        for what, values, known in (("rules", self.rules, SCALING_RULES), ("clip", self.clips, ("on", "off"))):
-            for value in values:
-                if value not in known:
-                    raise ValueError(f"--{what} {value!r} is not known; known: {', '.join(known)}")
-        for option, given in {"batch-sizes": self.batch_sizes, "rules": self.rules, "clip": self.clips}.items():
-            if not given or len(set(given)) < len(given):
-                raise ValueError(f"--{option} needs one value or several different ones, got {list(given)}")
+        require_choices("--rules", self.rules, SCALING_RULES)
+        require_choices("--clip", self.clips, ("on", "off"))
+        require_choices("--batch-sizes", self.batch_sizes, self.batch_sizes)
         for option, least in {"batch-sizes": min(self.batch_sizes), "seeds": self.seeds}.items():
             require(f"--{option}", least, least >= 1, "at least 1")
 
