@@ -58,12 +58,11 @@ def parse_local(text: str) -> Path:
     from cowrec.data_pipeline.remote import is_remote, local_path
 
     try:
-        remote = is_remote(text)
+        if not is_remote(text):
+            return local_path(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if remote:
-        raise typer.BadParameter(f"{text} must be a local path; write there, then copy it")
-    return local_path(text)
+    raise typer.BadParameter(f"{text} must be a local path; write there, then copy it")
 
 
 RunToml = Annotated[Path, typer.Argument(help="The run's TOML file.")]

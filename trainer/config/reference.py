@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -16,6 +16,7 @@ from .checks import hint as hint_at
 from .run import RunConfig
 
 OWN_DATA = "own-data"
+_SHIPPED = Path(__file__).parents[1] / "configs"
 _WIDTH = 110
 _HEAD = """\
 A run file of cowrec. Keys that are commented out have their default; remove the # to change one.
@@ -75,10 +76,7 @@ def _default(field: dataclasses.Field) -> str:
 
 def presets() -> list[str]:
     """Names of the shipped configurations, as ``--for`` takes them: those of a folder as FOLDER/NAME."""
-    folder = files("cowrec.trainer").joinpath("configs")
-    inner = [(f"{each.name}/", each) for each in folder.iterdir() if each.is_dir()]
-    shipped = (f"{prefix}{each.name}" for prefix, parent in [("", folder), *inner] for each in parent.iterdir())
-    names = (name.removesuffix(".toml") for name in shipped if name.endswith(".toml"))
+    names = (each.relative_to(_SHIPPED).with_suffix("").as_posix() for each in _SHIPPED.rglob("*.toml"))
     return [OWN_DATA, *sorted(name for name in names if not name.endswith("_schema"))]
 
 
@@ -88,7 +86,7 @@ def run_file(preset: str = OWN_DATA) -> str:
         raise ValueError(f"--for {preset!r} is not known; {hint_at(preset, presets())}")
     above, values = _HEAD + "\n" + _OWN_DATA, dict[str, Any]()
     if preset != OWN_DATA:
-        text = files("cowrec.trainer").joinpath("configs", f"{preset}.toml").read_text(encoding="utf-8")
+        text = (_SHIPPED / f"{preset}.toml").read_text(encoding="utf-8")
         notes = [
             line.removeprefix("#").removeprefix(" ") for line in text.split("\n\n")[0].splitlines() if line[:1] == "#"
         ]

@@ -55,7 +55,8 @@ class Segments:
             coded = stored.cast(pa.large_string()).combine_chunks().dictionary_encode()
             values = coded.dictionary.to_numpy(zero_copy_only=False)
             groups = np.array(coded.indices, np.int64)
-            return Segments(groups, np.arange(len(coded)), values, _kept_names)
+            samples = np.arange(len(coded))
+            return Segments(groups, samples, values, lambda chosen: [each or _MISSING_NAME for each in chosen.tolist()])
         field = _sparse_field(schema, column, data_dir)
         stored = read_columns(data_dir, schema, split, [column])[column].combine_chunks()
         if not pa.types.is_list(stored.type):
@@ -151,10 +152,6 @@ def _sparse_field(schema: Schema, column: str, data_dir: Path) -> SparseField:
             f" buckets, or choose one of: {known}"
         )
     raise ValueError(f"{data_dir} has no field or kept column {column!r} to group by; there are: {known}")
-
-
-def _kept_names(values: np.ndarray) -> list[str]:
-    return [value or _MISSING_NAME for value in values.tolist()]
 
 
 def _id_names(data_dir: Path, field: SparseField, ids: np.ndarray) -> list[str]:
