@@ -6,8 +6,7 @@ from typing import Any
 from cowrec.trainer.reports.plotting import size_name
 from cowrec.trainer.reports.text_table import aligned
 
-from . import tables_alone
-from .mlperf import BATCH_SIZE_OF_GPU, MODEL, PUBLISHED
+from .presets import ADAM_PUBLISHED, BATCH_SIZE_OF_GPU, MLPERF, PUBLISHED, TABLES_ALONE
 
 Lines = Sequence[dict[str, Any]]
 
@@ -29,7 +28,7 @@ def table(lines: Lines) -> str:
         of_parts.append(
             [_name(line), size_name(line["batch_size"]), *("-" if each is None else f"{each:.2f}" for each in times)]
         )
-    last = {MODEL: _published, tables_alone.MODEL: _published_updates}.get(lines[0]["model"], _minutes_table)(lines)
+    last = {MLPERF: _published, TABLES_ALONE: _published_updates}.get(lines[0]["model"], _minutes_table)(lines)
     return "\n\n".join([aligned([head, *map(_cells, lines)]), aligned(of_parts), last])
 
 
@@ -65,7 +64,7 @@ def _published(lines: Lines) -> str:
 
 
 def _published_updates(_: Lines) -> str:
-    others = ", ".join(f"{name} {ms} ms" for name, ms in tables_alone.PUBLISHED.items())
+    others = ", ".join(f"{name} {ms} ms" for name, ms in ADAM_PUBLISHED.items())
     return f"published lookup and update of 1.05 million ids on one H100: {others}"
 
 

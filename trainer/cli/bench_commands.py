@@ -114,15 +114,15 @@ def bench(
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
     from cowrec.data_pipeline.files import require_target
-    from cowrec.trainer.bench import mlperf, tables_alone
     from cowrec.trainer.bench.bench import bench as run
+    from cowrec.trainer.bench.presets import PRESETS
     from cowrec.trainer.bench.settings import Bench
     from cowrec.trainer.bench.table import table
+    from cowrec.trainer.config.checks import require_choices
     from cowrec.trainer.runtime.errors import ProcessFailed
 
-    if preset not in _PRESETS:
-        raise ValueError(f"--preset {preset!r} is not known; known: {', '.join(_PRESETS)}")
-    shape = {each.name: each for each in (mlperf.PRESET, tables_alone.PRESET)}.get(preset)
+    require_choices("--preset", [preset], _PRESETS)
+    shape = PRESETS.get(preset)
     _refuse_flags_of_criteo(context, preset)
     if launched_world_size() > 1 and not (shape and shape.takes_processes):
         raise ValueError("bench starts its own processes; start it without torchrun")

@@ -19,7 +19,7 @@ from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_SIZES
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.bench import bench as benches
-from cowrec.trainer.bench import mlperf, parts
+from cowrec.trainer.bench import parts, presets
 from cowrec.trainer.bench.bench import Combination, bench, measured_lines
 from cowrec.trainer.bench.measurement import (
     Case,
@@ -30,11 +30,19 @@ from cowrec.trainer.bench.measurement import (
     measure,
     run_ids,
 )
-from cowrec.trainer.bench.mlperf import IDS_PER_SAMPLE, TABLE_ROWS, build_mlperf, make_batch, mlperf_config
 from cowrec.trainer.bench.parts import PARTS, bytes_per_sample, flops_per_sample
+from cowrec.trainer.bench.presets import (
+    IDS_PER_SAMPLE,
+    PRESETS,
+    TABLE_ROWS,
+    build_mlperf,
+    make_batch,
+    make_ids,
+    mlperf_bytes_per_sample,
+    mlperf_config,
+)
 from cowrec.trainer.bench.settings import Bench, criteo_config
 from cowrec.trainer.bench.table import table
-from cowrec.trainer.bench.tables_alone import PRESET, make_ids
 from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.runtime.subprocess_call import Subprocess
@@ -262,7 +270,7 @@ def test_samples_have_the_published_numbers_of_ids_and_fit_the_tables() -> None:
     assert torch.equal(again.sparse.values(), batch.sparse.values())
     assert not torch.equal(make_batch(TABLE_ROWS, 1000, process, seed=4).sparse.values(), batch.sparse.values())
     alone = Process(0, 1, 1, False, torch.device("cpu"), timedelta(seconds=1))
-    found = mlperf.bytes_per_sample(make_batch((1,) * 26, 100, alone, seed=0))
+    found = mlperf_bytes_per_sample(make_batch((1,) * 26, 100, alone, seed=0))
     assert found == pytest.approx(4 * 214 + 4 * 26 * 512 + 0.26 * (3 * 512 + 8))
 
 
@@ -298,7 +306,8 @@ def test_ids_of_tables_alone_follow_their_power_law() -> None:
     assert 0 <= int(ids.min()) <= int(ids.max()) < 1000
     share = (1 - 2**-0.05) / (1 - 1001**-0.05)
     assert (ids == 0).float().mean().item() == pytest.approx(share, rel=0.05)
-    assert PRESET.batch_size * len(PRESET.table_rows) == 1_048_580
+    preset = PRESETS["embedding-adam"]
+    assert preset.batch_size * len(preset.table_rows) == 1_048_580
 
 
 def bench_in_process(rank: int, folder: Path, port: int) -> None:
@@ -309,7 +318,7 @@ def bench_in_process(rank: int, folder: Path, port: int) -> None:
         (folder / f"stdout.rank{rank}").open("w") as printed,
         contextlib.redirect_stdout(printed),
     ):
-        monkeypatch.setattr(mlperf, "_MOST_STEPS", 10)
+        monkeypatch.setattr(presets, "_MOST_STEPS", 10)
         exit_code(monkeypatch, "bench", *SMALL, "--output", folder / "bench.jsonl")
 
 
