@@ -6,12 +6,12 @@ moments that one gradient of realistic size leaves.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,34 +99,27 @@ def run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
         return ids.last_samples(samples, bar.update)
 
 
-@dataclass(frozen=True)
-class SteadyRun:
+class SteadyRun(NamedTuple):
     """Training in the state that the samples of a case leave.
 
     Attributes:
+        step: takes the step of a number, from 0.
         model, adam, dense, pipeline: the model, sharded over the one process, its optimizers, and what takes the steps.
         batches: on the device, each for one step.
         ids: of each field in the first of them, on CPU.
-        lr: learning rate of the network.
         device: of all of it.
         rss_before: memory before the tables, in bytes.
     """
 
-    case: Case
+    step: Callable[[int], object]
     model: nn.Module
     adam: EmbeddingAdam
     dense: DenseAdam
     pipeline: Pipeline
     batches: Iterator[Batch]
     ids: list[Tensor]
-    lr: float
     device: torch.device
     rss_before: int
-
-    def step(self, index: int) -> None:
-        """Takes the step of a number, from 0."""
-        self.dense.prepare(self.case.steps_before + index, self.lr)
-        self.pipeline.progress(self.batches)
 
 
 @contextmanager
@@ -154,8 +147,12 @@ def steady_run(case: Case) -> Iterator[SteadyRun]:
         pipeline.progress(batches)
         enter_steady_state(case, adam, _gradient_size(adam, first_batch[0], scaled.betas[1]), scaled.betas)
         ids = [field.values() for field in timed[0].sparse.to_dict().values()]
-        about = (scaled.dense_lr, process.device, rss_before)
-        yield SteadyRun(case, model, adam, dense, pipeline, batches, ids, *about)
+
+        def step(index: int) -> None:
+            dense.prepare(case.steps_before + index, scaled.dense_lr)
+            pipeline.progress(batches)
+
+        yield SteadyRun(step, model, adam, dense, pipeline, batches, ids, process.device, rss_before)
 
 
 def measure(case: Case) -> Iterator[dict[str, Any]]:
