@@ -7,7 +7,6 @@ are all that a study is made from again: Optuna's own storage would be a second 
 import dataclasses
 import json
 import time
-import tomllib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from optuna.trial import Trial, TrialState, create_trial
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import read_lines
 from cowrec.trainer.config.checks import require
-from cowrec.trainer.config.run import RunConfig, save_config, with_values
+from cowrec.trainer.config.run import RunConfig, load_config, save_config, with_values
 from cowrec.trainer.reports.text_table import number_text
 from cowrec.trainer.runs.checkpoint import best_epoch
 from cowrec.trainer.runs.run_dir import CONFIG, METRICS
@@ -207,11 +206,9 @@ def _next_trial(
     The random numbers depend on the seed and the trial's number, so that an interrupted study goes on as it would have:
     a sampler that starts again from the same seed would repeat its first values.
     """
-    number, values = len(study.trials), {name: getattr(base.optimizer, name) for name in VALUES}
-    begun = (folder / CONFIG).exists()
-    if begun:
-        saved = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))["optimizer"]
-        values = {name: saved[name] for name in VALUES}
+    number, begun = len(study.trials), (folder / CONFIG).exists()
+    optimizer = (load_config(folder / CONFIG) if begun else base).optimizer
+    values = {name: getattr(optimizer, name) for name in VALUES}
     if begun or not number:
         fixed = {name: min(max(values[name], low), high) for name, (low, high) in ranges.items()}
         study.enqueue_trial(fixed)
