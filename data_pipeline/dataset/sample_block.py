@@ -168,10 +168,8 @@ class SampleBlock:
         )
 
     @staticmethod
-    def assemble(
-        schema: Schema, total: int, parts: Iterable[tuple[int, "SampleBlock"]], device: torch.device
-    ) -> "SampleBlock":
-        """Assembles `total` samples on `device` from (index of the first sample, block) in order.
+    def assemble(schema: Schema, total: int, parts: Iterable["SampleBlock"], device: torch.device) -> "SampleBlock":
+        """Assembles blocks of `total` samples on `device`, in order.
 
         Memory holds single-valued columns once, unlike `concat`.
         """
@@ -188,8 +186,9 @@ class SampleBlock:
         )
         optional = [torch.empty(total, dtype=kind, device=device) if has else None for has, kind in kinds]
         bags: dict[str, list[Bags]] = {field.name: [] for field in schema.sparse if field.kind != "categorical"}
-        for start, block in parts:
-            stop = start + len(block)
+        stop = 0
+        for block in parts:
+            start, stop = stop, stop + len(block)
             dense[start:stop] = block.dense
             label[start:stop] = block.label
             ids[start:stop] = block.ids

@@ -76,15 +76,14 @@ def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[in
         path = shard_path(data_dir, split, number)
         with _opened(path, schema) as file:
             _check_size(path, file.metadata.num_rows, size)
-    stops = np.cumsum(sizes, dtype=np.int64).tolist()
 
-    def parts() -> Iterator[tuple[int, SampleBlock]]:
-        for number, size, stop in zip(numbers, sizes, stops, strict=True):
+    def parts() -> Iterator[SampleBlock]:
+        for number, size in zip(numbers, sizes, strict=True):
             path = shard_path(data_dir, split, number)
             table = _read(path, schema, size, arrow_schema(schema))
             for field in schema.sparse:
                 _check_ids(path, field, table[field.name])
-            yield stop - size, block_from_table(table, schema, path)
+            yield block_from_table(table, schema, path)
 
     return SampleBlock.assemble(schema, sum(sizes), parts(), torch.device("cpu"))
 

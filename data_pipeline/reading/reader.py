@@ -11,6 +11,7 @@ import copy
 import os
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -135,10 +136,10 @@ class Reader:
             ValueError: the split does not fit, or a shard is missing or damaged.
         """
         _check_fits(self.schema, self.split, self.device)
-        starts = self._starts(range(len(self._parts)))
+        total = sum(part.shard_samples for part in self._parts)
         windows = epoch_windows(self._sizes, self._window_rows, shuffle=False, seed=0, epoch=0)
-        parts = ((starts[each.shards[0]], self._load(each.shards)) for each in windows)
-        self._resident_block = SampleBlock.assemble(self.schema, starts[-1], parts, self.device)
+        blocks = (self._load(each.shards) for each in windows)
+        self._resident_block = SampleBlock.assemble(self.schema, total, blocks, self.device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -195,13 +196,12 @@ class Reader:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
         if not 0 <= start_step <= self.steps(epoch):
             raise ValueError(f"start_step must be in [0, {self.steps(epoch)}], got {start_step}")
-        on_gpu, of_epoch, first = self.device.type == "cuda", self._yielded(epoch), self._first(epoch, start_step)
+        on_gpu, loaded = self.device.type == "cuda", partial(self._loaded, epoch, start_step)
+        batches = partial(self._batches, self._yielded(epoch), step=self._first(epoch, start_step))
         if self._resident_block is None:
-            streamed = prefetched(lambda: self._batches(of_epoch, self._streamed(epoch, start_step), first, pin=on_gpu))
+            streamed = prefetched(lambda: batches(prefetched(loaded, capacity=1), pin=on_gpu))
             return _copied_to_gpu(streamed, self.device) if on_gpu else streamed
-        if on_gpu:
-            return self._batches(of_epoch, self._resident(epoch, start_step), first)
-        return prefetched(lambda: self._batches(of_epoch, self._resident(epoch, start_step), first))
+        return batches(loaded()) if on_gpu else prefetched(lambda: batches(loaded()))
 
     def _of_epoch(self, epoch: int) -> GlobalBatches:
         return self._global_batches if epoch else self._first_epoch
@@ -231,30 +231,19 @@ class Reader:
                     parts = []
                     step += 1
 
-    def _windows(self, epoch: int, start_step: int) -> list[Window]:
-        of_epoch = self._of_epoch(epoch)
+    def _loaded(self, epoch: int, start_step: int) -> Windows:
+        """Yields the windows of an epoch from a step on; loads their shards unless the split is resident."""
+        of_epoch, starts = self._of_epoch(epoch), self._starts(range(len(self._parts)))
         first, end = of_epoch.start(start_step), of_epoch.start(len(of_epoch))
         windows = epoch_windows(self._sizes, self._window_rows, shuffle=self._shuffle, seed=self._seed, epoch=epoch)
-        return [each for each in windows if each.stop > first and each.start < end]
-
-    def _turns(self, epoch: int, start_step: int) -> Iterator[tuple[Window, list[slice]]]:
-        windows, first = self._windows(epoch, start_step), self._first(epoch, start_step)
-        return self._yielded(epoch).turns(windows, first, self._rank, self._world_size)
-
-    def _streamed(self, epoch: int, start_step: int) -> Windows:
-        def load() -> Windows:
-            for window, slices in self._turns(epoch, start_step):
-                order = self._order(window, self._starts(window.shards), torch.device("cpu"))
-                yield _Loaded(window, slices, self._load(window.shards), order)
-
-        return prefetched(load, capacity=1)
-
-    def _resident(self, epoch: int, start_step: int) -> Windows:
-        assert self._resident_block is not None
-        starts, device = self._starts(range(len(self._parts))), self._resident_block.label.device
-        for window, slices in self._turns(epoch, start_step):
-            order = self._order(window, [starts[each] for each in window.shards], device)
-            yield _Loaded(window, slices, self._resident_block, order)
+        windows = [each for each in windows if each.stop > first and each.start < end]
+        step, of_rank = self._first(epoch, start_step), (self._rank, self._world_size)
+        for window, slices in self._yielded(epoch).turns(windows, step, *of_rank):
+            if self._resident_block is None:
+                block, own = self._load(window.shards), self._starts(window.shards)
+            else:
+                block, own = self._resident_block, [starts[each] for each in window.shards]
+            yield _Loaded(window, slices, block, self._order(window, own, block.label.device))
 
     def _load(self, shards: Sequence[int]) -> SampleBlock:
         """Loads the complete shards of parts."""

@@ -323,7 +323,7 @@ def test_batches_of_a_resident_split_read_nothing_from_the_device(tmp_path, monk
     """List fields need one read a window, for the numbers of values of all its batches."""
     write_numbered(tmp_path, 50, 7, lists=lists)
     reader = make_reader(tmp_path, True, batch_size=4, shuffle=True, window_rows=20, resident=True)
-    windows, totals, read = len(reader._windows(0, 0)), SampleBlock._totals, []
+    windows, totals, read = len([*reader._loaded(0, 0)]), SampleBlock._totals, []
 
     def counted(*arguments):
         with _disable_current_modes():
@@ -332,7 +332,7 @@ def test_batches_of_a_resident_split_read_nothing_from_the_device(tmp_path, monk
 
     monkeypatch.setattr(SampleBlock, "_totals", counted)
     with ReadsOfTheDevice() as reads:
-        batches = list(reader._batches(reader._of_epoch(0), reader._resident(0, 0), 0))
+        batches = list(reader._batches(reader._of_epoch(0), reader._loaded(0, 0), 0))
     assert len(batches) == len(reader)
     assert reads.count == 0
     assert len(read) == (windows if lists else 0)
