@@ -70,7 +70,7 @@ def inputs_of_lookups(
     if collection._has_uninitialized_input_dist or len(features.keys()) != sum(collection._feature_splits):
         return []
     return [
-        (kernel.emb_module, _inputs(kernel, own))
+        (kernel.emb_module, _inputs(own))
         for lookup, part in _parts(collection, features)
         if hasattr(lookup, "_emb_modules")  # not under DDP
         for kernel, own in zip(lookup._emb_modules, part.split(lookup._feature_splits), strict=True)
@@ -93,14 +93,11 @@ def _pooled(lookup: Any, features: KeyedJaggedTensor) -> torch.Tensor:
     if not plain or getattr(kernels[0], "_raw_id_tracker_wrapper", None) is not None:
         pooled: torch.Tensor = lookup(features)
         return pooled
-    pooled = kernels[0].emb_module(**_inputs(kernels[0], features))
+    pooled = kernels[0].emb_module(**_inputs(features))
     return pooled
 
 
-def _inputs(kernel: Any, features: KeyedJaggedTensor) -> dict[str, Any]:
+def _inputs(features: KeyedJaggedTensor) -> dict[str, Any]:
     indices, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
-    if not indices.is_cuda:  # there FBGEMM converts them itself, and EmbeddingAdam's kernels take all types
-        indices = indices.to(kernel._embedding_table_index_type)
-        offsets = offsets.to(kernel._embedding_table_offset_type)
     floats = weights is not None and weights.is_floating_point()
     return {"indices": indices, "offsets": offsets, "per_sample_weights": weights if floats else None}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
@@ -48,7 +48,7 @@ COPIES = {
 }
 
 
-def train(case: Problem, attached: str, *, direct: bool) -> tuple[list[torch.Tensor], Any]:
+def train(case: Problem, attached: str, *, direct: bool, ids: torch.dtype = torch.int64) -> tuple[list[Tensor], Any]:
     """Trains and evaluates; returns the outputs of all passes, the tables, and the last output as it came."""
     model = sharded_model(case)
     if direct:
@@ -56,6 +56,9 @@ def train(case: Problem, attached: str, *, direct: bool) -> tuple[list[torch.Ten
     ATTACH[attached](model)
     results = []
     for (batch,) in batches_of(case):
+        keyed = batch.ids0
+        lengths, weights = keyed.lengths(), keyed.weights_or_none()
+        batch.ids0 = KeyedJaggedTensor(keyed.keys(), keyed.values().to(ids), weights, lengths)
         pooled = model.module.c0(batch.ids0).to_dict()
         model(batch)[0].backward()
         model.eval()
@@ -80,3 +83,11 @@ def test_bits_of_torchrecs_forward(name: str, attached: str) -> None:
     assert last.keys() == awaited.keys()
     assert last.length_per_key() == awaited.length_per_key()
     assert not isinstance(awaited, KeyedTensor)
+
+
+@pytest.mark.parametrize("attached", ATTACH)
+def test_ids_of_32_bits(attached: str) -> None:
+    """They train alike, though TorchRec's forward would convert them to 64 bits first."""
+    case = DIRECT["weights"]
+    (results, _), (expected, _) = (train(case, attached, direct=True, ids=each) for each in (torch.int32, torch.int64))
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))

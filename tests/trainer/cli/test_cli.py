@@ -92,6 +92,7 @@ def test_sigterm_saves_and_a_pipe_sees_progress(folder: Path) -> None:
     kinds = ("deepfm on tabular: 205 training samples", "batch 1 (205 steps an epoch)", "epoch ")
     assert all(line.startswith((*kinds, "cowrec: stopped")) for line in seen), "a library printed something"
     assert any(re.fullmatch(PROGRESS, line) for line in seen), seen
+    assert any(re.match(r"batch 1 .*\), scaling \w+, clip \w+: .*, l2 [^ ,]+, betas ", line) for line in seen), seen
     known = {re.search(r"step ([\d,]+)", line)[1]: line.endswith("left\n") for line in seen if "samples/s" in line}
     assert known.pop("1") is False, "the first step says nothing of the others"
     assert all(known.values())
