@@ -220,6 +220,8 @@ class _ClipInBackward(torch.autograd.Function):
         ctx.save_for_backward(indices, offsets, given, weights)
         ctx.blocks, ctx.size = bags.blocks, bags.size
         ctx.clipped, ctx.settings, ctx.check = clipped, settings, check
+        if output._is_view():  # FBGEMM's of a variable batch size on CUDA, which autograd lets nobody change in place
+            return output.view_as(output)
         ctx.mark_dirty(output)
         return output
 

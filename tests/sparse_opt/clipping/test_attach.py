@@ -533,6 +533,31 @@ def test_a_wrapper_of_a_lookup_outlives_the_clip() -> None:
     assert calls
 
 
+class _AsView(torch.autograd.Function):
+    """Returns its input as a view, as FBGEMM's lookups of a variable batch size do on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.view(output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def test_outputs_that_are_views_are_clipped_too() -> None:
+    trained = []
+    for is_view in (False, True):
+        model = sharded_model(CASE)
+        module: Any = find_lookups(model)[0][0].module
+        if is_view:
+            module.forward = lambda forward=module.forward, **inputs: _AsView.apply(forward(**inputs))
+        attach_cowclip(model, RULE, verify=0)  # which waits for the lookup's own backward
+        train_step(CASE, model, 0)
+        trained.append(state_of(model))
+    assert_equal(*trained)
+
+
 @by_optimizer
 @pytest.mark.parametrize("case", [{"weighted": True}, {"sequence": True}], ids=["weights", "sequence"])
 def test_a_batch_may_be_overwritten_after_its_backward(optimizer: str, case: dict[str, Any]) -> None:
