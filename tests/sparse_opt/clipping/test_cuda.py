@@ -82,15 +82,19 @@ def test_embedding_adam_equals_fbgemms_adam() -> None:
 
 @pytest.mark.parametrize("absent_rows", ["replay", "lazy"])
 def test_a_step_never_waits_for_the_device(absent_rows: str) -> None:
-    """Runs lookup, replay, clip and update after two steps that compile kernels and determine the ids' lengths."""
+    """Runs lookup, replay, clip and update after two steps that compile kernels and determine the ids' lengths.
+
+    TorchRec's distribution of the ids, which copies their new order to the device, comes before.
+    """
     case = small_problem()
     model = sharded_model(case, CUDA)
     optimizer = EmbeddingAdam(model, AdamConfig(lr=1e-3, l2=1e-4, absent_rows=absent_rows), CowClip())
-    ids = batches_of(case)[0][0].ids0.to(CUDA)
-    ids.sync()
+    collection, ids = model.module.c0, batches_of(case)[0][0].ids0.to(CUDA)
+    context = collection.create_context()
+    distributed = collection.input_dist(context, ids).wait().wait()
 
     def step() -> None:
-        model.module.c0(ids).wait().values().mean().backward()
+        collection.compute_and_output_dist(context, distributed).wait().values().mean().backward()
 
     step()
     step()
@@ -133,6 +137,6 @@ def test_tables_in_unified_memory_train_like_those_on_the_device(absent_rows: st
 
 def test_rows_behind_fbgemms_cache_are_refused() -> None:
     model = sharded_model(small_problem(weighted=True, sharding="cached"), CUDA)
-    for attaching in (attach_cowclip, lambda attached: EmbeddingAdam(attached, AdamConfig())):
+    for attach in (attach_cowclip, EmbeddingAdam):
         with pytest.raises(ValueError, match="behind a cache of FBGEMM"):
-            attaching(model)
+            attach(model, CowClip() if attach is attach_cowclip else AdamConfig())
