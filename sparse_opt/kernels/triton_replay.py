@@ -25,13 +25,15 @@ from .triton_rows import (
 
 ELEMENTS = 32
 """Elements of a program's rows, unless one row has more."""
+_UNROLLED = 4
+"""Steps of a turn of the loop, for a thread with one element, so that a step's scalars are read during the one before."""
 
 
 @triton.jit
 def _replay_rows(
     row, exists, layout, clips, state, steps, constants, thresholds,
     COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, INTERVAL: tl.constexpr, HAS_L2: tl.constexpr,
-    HAS_DECAY: tl.constexpr, CLIPPED: tl.constexpr,
+    HAS_DECAY: tl.constexpr, CLIPPED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     step = tl.load(steps.taken)
     column = tl.arange(0, COLUMNS)
@@ -58,16 +60,16 @@ def _replay_rows(
     now = tl.min(last)
     while now < step:
         until = tl.minimum(step, (now // INTERVAL + 1) * INTERVAL)
-        while now < until:
+        for t in tl.range(now, until, loop_unroll_factor=UNROLL):
             g = constants.twice_l2 * w
             if CLIPPED:
                 factor, _ = clip_factors(w, g, measured, r, floor, 1.0)
                 g = tl.where(measured, g * factor[:, None], g)
-            scalars = scalars_of_rows(steps, now, lr_factor)
+            scalars = scalars_of_rows(steps, t, lr_factor)
             new_w, new_m, new_v = step_of_element(w, m, v, g, constants, scalars, root, divide)
-            takes = (moving & (last <= now))[:, None]
+            takes = (moving & (last <= t))[:, None]
             w, m, v = tl.where(takes, new_w, w), tl.where(takes, new_m, m), tl.where(takes, new_v, v)
-            now += 1
+        now = until
         if now % INTERVAL == 0:
             started = moving & (last < now)
             lr = tl.maximum(tl.load(steps.step_sizes + now - 1), thresholds.lr)
@@ -95,7 +97,7 @@ def _replay_rows(
 def _replay(
     rows, begin, count, layout, clips, state, steps, constants, thresholds,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, INTERVAL: tl.constexpr,
-    HAS_L2: tl.constexpr, HAS_DECAY: tl.constexpr, CLIPPED: tl.constexpr,
+    HAS_L2: tl.constexpr, HAS_DECAY: tl.constexpr, CLIPPED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     while tl.load(begin + tl.minimum(block * ROWS, count)) < count:
@@ -104,7 +106,7 @@ def _replay(
         row = tl.load(rows + position, mask=position < count, other=0).to(tl.int64)
         _replay_rows(
             row, position < count, layout, clips, state, steps, constants, thresholds,
-            COLUMNS, HALVINGS, INTERVAL, HAS_L2, HAS_DECAY, CLIPPED,
+            COLUMNS, HALVINGS, INTERVAL, HAS_L2, HAS_DECAY, CLIPPED, UNROLL,
         )  # fmt: skip
         block += tl.num_programs(0)
 
@@ -130,6 +132,7 @@ def replay_rows_on_device(
     """
     columns = triton.next_power_of_2(layout.max_dim)
     per_program = max(1, ELEMENTS // columns)
+    num_warps = warps(per_program * columns)
     _replay[programs(len(row), per_program)](
         row,
         begin,
@@ -147,7 +150,8 @@ def replay_rows_on_device(
         HAS_L2=constants.twice_l2 > 0,
         HAS_DECAY=constants.weight_decay > 0,
         CLIPPED=clips is not None,
-        num_warps=warps(per_program * columns),
+        UNROLL=max(1, _UNROLLED * 32 * num_warps // (per_program * columns)),
+        num_warps=num_warps,
         enable_fp_fusion=False,
     )
 

@@ -51,12 +51,17 @@ def scalars_of_rows(steps, step, lr_factor):
 
 @triton.jit
 def root(value):
-    return tl.sqrt_rn(value)
+    """Rounds correctly. Zero and numbers below 2^-100 would take the slow branch of ``sqrt_rn``, and a warp with it."""
+    small = value < 2.0**-100
+    scaled = tl.where(value == 0.0, 1.0, value * tl.where(small, 2.0**64, 1.0))
+    return tl.where(value == 0.0, value, tl.sqrt_rn(scaled) * tl.where(small, 2.0**-32, 1.0))
 
 
 @triton.jit
 def divide(numerator, denominator):
-    return tl.div_rn(numerator, denominator)
+    """Rounds correctly. A numerator of zero would take the slow branch of ``div_rn``."""
+    zero = (numerator == 0.0) & (denominator > 0.0)
+    return tl.where(zero, numerator, tl.div_rn(tl.where(zero, denominator, numerator), denominator))
 
 
 @triton.jit

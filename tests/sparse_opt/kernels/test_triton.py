@@ -34,6 +34,11 @@ from random_problems.drawing import Collection, Table
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import triton
+import triton.language as tl
+
+from cowrec.sparse_opt.kernels.triton_rows import divide, root
+
 CASES = {
     "paper": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-7, adam_epsilon="keras"),
     "torch": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-6),
@@ -69,7 +74,7 @@ def test_interpreted() -> None:
     script = [sys.executable, __file__]
     done = subprocess.run(script, env=environment, check=False, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + len(TRAININGS) + 2)
+    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + len(TRAININGS) + 3)
 
 
 @pytest.mark.gpu
@@ -78,6 +83,39 @@ def test_interpreted() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_compiled(case: str, clipped: bool) -> None:
     compare_replay(case, clipped, torch.device("cuda"), steps=330)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_compiled_arithmetic() -> None:
+    compare_arithmetic(torch.device("cuda"))
+
+
+@triton.jit
+def _root_and_divide(numerators, denominators, roots, quotients, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    numerator = tl.load(numerators + i, mask=i < count, other=0.0)
+    tl.store(roots + i, root(numerator), mask=i < count)
+    tl.store(quotients + i, divide(numerator, tl.load(denominators + i, mask=i < count, other=1.0)), mask=i < count)
+
+
+def compare_arithmetic(device: torch.device) -> None:
+    """Roots and quotients are numpy's, also of zeros, subnormal numbers, infinities and what is no number."""
+    rng = np.random.default_rng(0)
+    special = np.array([0.0, -0.0, 1e-45, 1e-40, 1.2e-38, 7e-31, 8e-31, 1.0, 3e38, np.inf, np.nan], np.float32)
+    drawn = (10.0 ** rng.uniform(-45, 38, 4000)).astype(np.float32)
+    numerators = np.concatenate([special, -special, drawn, -drawn])
+    denominators = np.concatenate([np.repeat(1e-7, 2 * len(special)), 10.0 ** rng.uniform(-12, 6, 8000)])
+    denominators = denominators.astype(np.float32)
+    given = [torch.from_numpy(each).to(device) for each in (numerators, denominators)]
+    found = [torch.empty_like(each) for each in given]
+    _root_and_divide[(triton.cdiv(len(numerators), 1024),)](*given, *found, len(numerators), BLOCK=1024)
+    with np.errstate(all="ignore"):
+        expected = np.sqrt(numerators), numerators / denominators
+    for got, right in zip(found, expected, strict=True):
+        number = ~np.isnan(right)
+        np.testing.assert_array_equal(np.isnan(got.cpu().numpy()), ~number)
+        np.testing.assert_array_equal(got.cpu().numpy()[number].view(np.int32), right[number].view(np.int32))
 
 
 def compare_replay(case: str, clipped: bool, device: torch.device, *, steps: int) -> None:
@@ -241,4 +279,5 @@ if __name__ == "__main__":
             print("equal")
     compare_outside()
     compare_far()
-    print("equal\nequal")
+    compare_arithmetic(torch.device("cpu"))
+    print("equal\nequal\nequal")
