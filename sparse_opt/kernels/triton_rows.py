@@ -155,8 +155,11 @@ def _pool(
     indices, offsets, id_weights, layout, blocks, weights, out, count, bags, count_blocks,
     BAGS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
+    # Programs in a row take the same samples of all features, whose outputs share sectors of memory.
+    turn = tl.program_id(0)
+    program = turn % count_blocks * (tl.num_programs(0) // count_blocks) + turn // count_blocks
     exists, begin, end, table, address = _bags(
-        tl.program_id(0), offsets, layout, blocks, count, bags, count_blocks, BAGS, HALVINGS
+        program, offsets, layout, blocks, count, bags, count_blocks, BAGS, HALVINGS
     )
     column = tl.arange(0, COLUMNS)
     rows, dim, start = tl.load(layout.rows + table), tl.load(layout.dim + table), tl.load(layout.start + table)
@@ -241,9 +244,9 @@ def pool_rows_on_device(
         out: output of the lookup, float, contiguous, ``bags.size`` elements; every one of them is written.
     """
     number, columns = len(bags.offsets) - 1, triton.next_power_of_2(layout.max_dim)
-    per_program = max(1, _POOLED // columns)
+    per_program, count_blocks = max(1, _POOLED // columns), len(bags.blocks.table)
     if number:
-        _pool[(triton.cdiv(number, per_program),)](
+        _pool[(count_blocks * triton.cdiv(triton.cdiv(number, per_program), count_blocks),)](
             bags.indices.contiguous(),
             bags.offsets.contiguous(),
             weights if id_weights is None else id_weights.contiguous(),
@@ -253,10 +256,10 @@ def pool_rows_on_device(
             out,
             bags.indices.numel(),
             number,
-            len(bags.blocks.table),
+            count_blocks,
             BAGS=per_program,
             COLUMNS=columns,
-            HALVINGS=halvings(len(bags.blocks.table)),
+            HALVINGS=halvings(count_blocks),
             WEIGHTED=id_weights is not None,
             num_warps=4,
             enable_fp_fusion=False,
