@@ -8,13 +8,12 @@ eager       steps at batch 128K and 1K without a CUDA graph
 graph       the same with captured steps
 kernels     a table of the kernels of one replay
 clip_off    captured steps without CowClip
-ahead       captured steps under train.replay_ahead
 memcheck, racecheck   compute-sanitizer on the small kernels of smoke
 tests       `pytest -m gpu -v`, graph and kernels first
 fused       FBGEMM's fused optimizer under attach_cowclip; needs FBGEMM's CUDA build
 bfloat16    captured steps with products in bfloat16
 
-The parts up to ahead, but for resume, need neither numba nor pyarrow, nor FBGEMM's CUDA build; without that, tests
+The parts up to clip_off, but for resume, need neither numba nor pyarrow, nor FBGEMM's CUDA build; without that, tests
 runs fewer files. All need a C compiler. Each part is a process with its own time; after it, SIGINT and then
 SIGKILL end the part, and the next one begins. Lines are added to results/HARDWARE/gpu_check.jsonl as they become known:
 figures, and how each part ended. Several runs add to one file. The exit status is 0 if all chosen parts passed; a speed
@@ -147,7 +146,6 @@ def parts(output: Path, folder: Path, rehearse: bool) -> dict[str, Part]:
         "graph": speed("graph", 120),
         "kernels": speed("kernels", 90, "--kernels"),
         "clip_off": speed("clip_off", 90, "--clip", "off"),
-        "ahead": speed("ahead", 90, "--replay-ahead"),
         "memcheck": sanitizer("memcheck"),
         "racecheck": sanitizer("racecheck"),
         "tests": Part(pytest, 240, packages=PACKAGES | TEST_PACKAGES, tests=report),

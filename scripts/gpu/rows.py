@@ -188,7 +188,7 @@ class PlainRows:
         ids = backward.ids or self.find_rows(backward.bags)
         return row_sums(self._layout, ids, backward.id_weights, backward.output_grad)
 
-    def catch_up(self, bags: LookupBags, adam: AdamRows, *, ahead: bool = False) -> None:
+    def catch_up(self, bags: LookupBags, adam: AdamRows) -> None:
         rows = self.find_rows(bags).row.unique().long()
         self.replay(rows[is_behind(adam.steps.last_step[rows], adam.step)], adam)
 

@@ -43,7 +43,6 @@ def main() -> int:
     parser.add_argument("--precision", default="tf32", help="train.precision")
     parser.add_argument("--clip", default="on", choices=("on", "off"), help="with CowClip or without")
     parser.add_argument("--uncaptured", action="store_true", help="without a CUDA graph")
-    parser.add_argument("--replay-ahead", action="store_true", help="under train.replay_ahead")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a replay instead of timing steps")
     parser.add_argument("--mlperf", action="store_true", help="DLRM-DCNv2 under FBGEMM's fused optimizer, attached")
     parser.add_argument("--seconds", type=float, default=2.0, help="seconds to time each combination")
@@ -96,7 +95,7 @@ def combinations(
     )
     ids = CriteoIds(max_rows=settings.max_rows)
     for case in cases(settings, ids, last_samples(ids, settings)):
-        train = replace(case.config.train, cuda_graph=not arguments.uncaptured, replay_ahead=arguments.replay_ahead)
+        train = replace(case.config.train, cuda_graph=not arguments.uncaptured)
         case = replace(case, config=replace(case.config, train=train))
         identity = {"mode": "replay", "batch_size": case.batch_size, "clip": arguments.clip}
         yield identity | {"precision": arguments.precision}, kernels(case) if arguments.kernels else measure(case)

@@ -104,11 +104,8 @@ class RowBackend(Protocol):
         Where rows are replayed, writes their last steps; decayed rows first catch up the decay of their second moments.
         """
 
-    def catch_up(self, bags: LookupBags, adam: AdamRows, *, ahead: bool = False) -> LookupIds | None:
+    def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
         """Takes the missed steps of the rows of a lookup's ids, except for the second moments of decayed rows.
-
-        Args:
-            ahead: the ids are those of a later forward pass, which reports the ids outside their tables.
 
         Returns:
             The rows of the ids, if it had to find them.
@@ -187,7 +184,7 @@ class NumbaRows:
         in_threads([partial(kernel, *each, *arguments) for each in zip(groups, sums, strict=True)])
         self._statistics.record_compiled(kernels.count_rows, ratios, bags.begins)
 
-    def catch_up(self, bags: LookupBags, adam: AdamRows, *, ahead: bool = False) -> None:
+    def catch_up(self, bags: LookupBags, adam: AdamRows) -> None:
         own = self._kernels.bags_of(bags)
         keys, used = np.empty(len(own.indices), np.int64), np.zeros(len(own.begins) - 1, np.int64)
         steps = to_numpy(adam.steps)
@@ -198,8 +195,7 @@ class NumbaRows:
         # Rows that were marked before the bad id was found are caught up too: no row is lost.
         if found:
             self._replay(keys[:found], adam, steps)
-        if not ahead:
-            raise_bad_id(self._lookup, bad, own.begins, own.indices)
+        raise_bad_id(self._lookup, bad, own.begins, own.indices)
 
     def pool(self, bags: LookupBags, inputs: Inputs, ids: LookupIds | None) -> tuple[Tensor | None, LookupIds | None]:
         if not self._lookup.pools_on_cpu or inputs.get("batch_size_per_feature_per_rank") is not None:
@@ -308,12 +304,11 @@ class TritonRows:
         results = rows.update(self._clips, adam.state, adam.steps, adam.constants, adam.ftrl, replays=adam.replays)
         self._statistics.record_on_device(results, rows)
 
-    def catch_up(self, bags: LookupBags, adam: AdamRows, *, ahead: bool = False) -> LookupIds | None:
+    def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
         if not bags.indices.numel():
             return None
-        outside = self._statistics.outside
         with self._on_own_device():
-            ids = self._find_rows(bags, torch.zeros_like(outside) if ahead else outside)
+            ids = self._find_rows(bags, self._statistics.outside)
             self._replay(ids.row, ids.begin, adam)
         return ids
 
@@ -463,8 +458,8 @@ class TorchRows:
         last_step.index_fill_(0, rows, adam.step)
         return decay
 
-    def catch_up(self, bags: LookupBags, adam: AdamRows, *, ahead: bool = False) -> LookupIds | None:
-        return self._device.catch_up(bags, adam, ahead=ahead)
+    def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
+        return self._device.catch_up(bags, adam)
 
     def pool(self, bags: LookupBags, inputs: Inputs, ids: LookupIds | None) -> tuple[Tensor | None, LookupIds | None]:
         return self._device.pool(bags, inputs, ids)

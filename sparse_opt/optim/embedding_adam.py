@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.optim.fused import FusedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip
@@ -30,7 +28,6 @@ from cowrec.sparse_opt.tbe.discovery import (
     sharded_collections,
     table_names,
 )
-from cowrec.sparse_opt.tbe.one_process import inputs_of_lookups
 
 from .collection_adam import CollectionAdam
 from .lookup_adam import LookupAdam, require_replaceable
@@ -137,7 +134,6 @@ class EmbeddingAdam(FusedOptimizer):
         for collection in self.collections:
             collection.hook(called[collection.collection])
         self._evictions = [adam.follow_evictions() for adam in self.lookups]
-        self._second_stream: Any = None
 
     @property
     def lr(self) -> float:
@@ -335,33 +331,6 @@ class EmbeddingAdam(FusedOptimizer):
                 stack.callback(each.history.forget_after, each.step)
                 for adam in each.lookups:
                     stack.enter_context(adam.capturing())
-            yield
-
-    @contextmanager
-    def replaying_ahead(self, features: KeyedJaggedTensor | None) -> Iterator[None]:
-        """Replays the rows of another batch on a second stream, beside the step of a batch that is taken within it.
-
-        What the rows then miss is the step itself, so that the other batch's forward has little to replay. Results do
-        not depend on it. The lookups are those of one process; without replay it has no effect.
-
-        Args:
-            features: of the other batch; None for none.
-        """
-        given: list[tuple[Any, Any]] = []
-        if features is not None and self.config.absent_rows == "replay":
-            collections = (each.collection for each in self.collections)
-            bags = [each for each in collections if isinstance(each, ShardedEmbeddingBagCollection)]
-            given = [each for collection in bags for each in inputs_of_lookups(collection, features)]
-        if not given:
-            yield
-            return
-        adam_of = {adam.lookup.module: adam for adam in self.lookups}
-        streams = torch.get_device_module(self.lookups[0].last_step.device)
-        stream = self._second_stream = self._second_stream or streams.Stream()
-        with ExitStack() as stack:
-            for module, inputs in given:
-                stack.enter_context(adam_of[module].replaying_ahead(inputs, stream))
-            stack.callback(lambda: streams.current_stream().wait_stream(stream))
             yield
 
     def addresses(self) -> tuple[int, ...]:

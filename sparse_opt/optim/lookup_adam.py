@@ -86,8 +86,6 @@ class LookupAdam:
         self._step, self._taken = 0, torch.zeros(1, dtype=torch.int32, device=weights.device)
         self._log_beta2_here = torch.empty(1, dtype=torch.float64, device=weights.device)
         self._captured: RowResults | None = None
-        self._ahead: tuple[LookupBags, Any] | None = None
-        self._taken_ahead = torch.zeros_like(self._taken)
         self._lock = RLock()  # another thread may evaluate meanwhile, which catches rows up too
         self.reconfigure(config)
 
@@ -148,8 +146,6 @@ class LookupAdam:
         id_weights, bags = inputs.get("per_sample_weights"), self.clipped.bags.of(inputs)
         with torch.no_grad():
             caught_up = self.catch_up(bags)
-            if self._ahead:
-                self._replay_ahead(*self._ahead)
             pooled, ids = self.clipped.rows.pool(bags, inputs, caught_up)
             output = forward(**inputs) if pooled is None else pooled
         if not torch.is_grad_enabled():
@@ -199,29 +195,6 @@ class LookupAdam:
         """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them."""
         with self._lock:
             return self.clipped.rows.catch_up(bags, self._rows()) if self.replays else None
-
-    @contextmanager
-    def replaying_ahead(self, inputs: Inputs, stream: Any) -> Iterator[None]:
-        """See :meth:`EmbeddingAdam.replaying_ahead`; ``inputs`` are those of FBGEMM's forward in the later pass."""
-        self._ahead = self.clipped.bags.of(inputs), stream
-        try:
-            yield
-        finally:
-            self._ahead = None
-
-    def _replay_ahead(self, bags: LookupBags, stream: Any) -> None:
-        """Takes missed steps of rows beside what follows, which may be the update of this pass's rows.
-
-        Those rows are at the latest step, which the kernel reads from a copy: it leaves them as they are whether or not
-        the update has come to them.
-        """
-        rows, streams = self._rows(), torch.get_device_module(self._taken.device)
-        self._taken_ahead.copy_(self._taken)
-        stream.wait_stream(streams.current_stream())
-        with self._lock, streams.stream(stream):
-            self.clipped.rows.catch_up(
-                bags, rows._replace(steps=rows.steps._replace(taken=self._taken_ahead)), ahead=True
-            )
 
     def catch_up_rows(self, rows: Tensor) -> None:
         """Takes the missed steps of distinct rows, by their indices among the rows of all tables, int64 [n].

@@ -51,39 +51,17 @@ def _look_up(collection: ShardedEmbeddingBagCollection, forward: _Forward, featu
     needs_torchrec = collection._has_uninitialized_input_dist or not isinstance(features, KeyedJaggedTensor)
     if needs_torchrec or features.variable_stride_per_key() or collection.post_lookup_tracker_fn is not None:
         return forward(features)
+    if collection._has_features_permute:
+        features = features.permute(collection._features_order, collection._features_order_tensor)
     with profiled("[lookup]"):  # as TorchRec's forward names it
-        pooled = [_pooled(lookup, part) for lookup, part in _parts(collection, features)]
+        lookups: Any = collection._lookups
+        parts = [features] if len(lookups) == 1 else features.split(collection._feature_splits)
+        pooled = [_pooled(lookup, part) for lookup, part in zip(lookups, parts, strict=True)]
     return KeyedTensor(
         keys=collection._embedding_names,
         length_per_key=collection._embedding_dims,
         values=pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1),
     )
-
-
-def inputs_of_lookups(
-    collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor
-) -> list[tuple[Any, dict[str, Any]]]:
-    """Modules of FBGEMM that a collection's forward calls, with the keyword arguments of each.
-
-    Empty before the first forward, and where the features are more or fewer than those of the collection.
-    """
-    if collection._has_uninitialized_input_dist or len(features.keys()) != sum(collection._feature_splits):
-        return []
-    return [
-        (kernel.emb_module, _inputs(own))
-        for lookup, part in _parts(collection, features)
-        if hasattr(lookup, "_emb_modules")  # not under DDP
-        for kernel, own in zip(lookup._emb_modules, part.split(lookup._feature_splits), strict=True)
-    ]
-
-
-def _parts(collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> list[tuple[Any, Any]]:
-    """TorchRec's lookups of the shardings, each with its features."""
-    if collection._has_features_permute:
-        features = features.permute(collection._features_order, collection._features_order_tensor)
-    lookups: Any = collection._lookups
-    parts = [features] if len(lookups) == 1 else features.split(collection._feature_splits)
-    return list(zip(lookups, parts, strict=True))
 
 
 def _pooled(lookup: Any, features: KeyedJaggedTensor) -> torch.Tensor:
@@ -93,11 +71,10 @@ def _pooled(lookup: Any, features: KeyedJaggedTensor) -> torch.Tensor:
     if not plain or getattr(kernels[0], "_raw_id_tracker_wrapper", None) is not None:
         pooled: torch.Tensor = lookup(features)
         return pooled
-    pooled = kernels[0].emb_module(**_inputs(features))
+    weights = features.weights_or_none()
+    pooled = kernels[0].emb_module(
+        indices=features.values(),
+        offsets=features.offsets(),
+        per_sample_weights=weights if weights is not None and weights.is_floating_point() else None,
+    )
     return pooled
-
-
-def _inputs(features: KeyedJaggedTensor) -> dict[str, Any]:
-    indices, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
-    floats = weights is not None and weights.is_floating_point()
-    return {"indices": indices, "offsets": offsets, "per_sample_weights": weights if floats else None}

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,11 +90,6 @@ def _storage(tensor: FakeTensor) -> int:
     return identity
 
 
-class _Stream(torch.Stream):
-    def wait_stream(self, _: torch.Stream) -> None:
-        pass
-
-
 @contextmanager
 def fake_cuda(index: int) -> Iterator[None]:
     """Makes tensors on CUDA fake ones, and answers questions about the devices; ``index`` is the current one."""
@@ -115,9 +110,7 @@ def fake_cuda(index: int) -> Iterator[None]:
             "is_current_stream_capturing": False,
             "get_device_name": "fake",
             "get_device_properties": SimpleNamespace(total_memory=80 << 30),
-            "current_stream": _Stream(stream_id=0, device_index=index, device_type=1),
-            "Stream": _Stream(stream_id=1, device_index=index, device_type=1),
-            "stream": nullcontext(),
+            "current_stream": torch.Stream(stream_id=0, device_index=index, device_type=1),
         }
         for name, answer in answers.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *_, answer=answer: answer))

@@ -22,7 +22,6 @@ from shared_work import made_once
 # graph, which start at once. FBGEMM's lookup and torch's fused Adam count as one each.
 MOST_LAUNCHES = {
     "replay": (12, 57),
-    "replay ahead": (13, 66),
     "lazy": (12, 56),
     "three widths and two rates": (12, 80),
     "replay without a graph": (63, 0),
@@ -71,7 +70,6 @@ def case(rank: int = 0, world_size: int = 1, **sections: dict[str, Any]) -> Case
 
 CASES = {
     "replay": case(),
-    "replay ahead": case(train={"replay_ahead": True}),
     "lazy": case(optimizer={"absent_rows": "lazy"}),
     "three widths and two rates": case(
         model={"embedding_dims": {"C1": 3, "C4": 3, "C7": 31}}, optimizer={"embedding_lr_factors": {"C1": 0.5}}

@@ -3,20 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from adam_case import SMALL, started
 from cowrec.data_pipeline.reading.reader import _copied_to_gpu
-from cowrec.sparse_opt.tbe.one_process import look_up_directly
 from cowrec.trainer.training.pipeline import CudaGraphCapture
-from random_problems.drawing import small_problem
-from random_problems.training import batches_of, state_of
-
-pytest_plugins = ["one_group"]
 
 
 class Stream:
@@ -46,13 +39,13 @@ class Stream:
 
 
 class Streams:
-    """Stands for the streams of torch.cuda, or of another device."""
+    """Stands for torch.cuda's streams."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, device: Any = torch.cuda) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.current = Stream()
-        patch.setattr(device, "Stream", Stream)
-        patch.setattr(device, "current_stream", lambda *_: self.current)
-        patch.setattr(device, "stream", self._stream)
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "current_stream", lambda *_: self.current)
+        patch.setattr(torch.cuda, "stream", self._stream)
 
     @contextmanager
     def _stream(self, stream: Stream) -> Iterator[None]:
@@ -104,56 +97,3 @@ def test_batches_are_used_after_their_copy_and_kept_until_then(monkeypatch: pyte
         for ahead in made[len(taken) : len(taken) + 1]:
             assert not streams.current.follows(ahead.copied)
     assert taken == made
-
-
-ROWS_AHEAD = {
-    "one lookup": {},
-    "two lookups, other order": {"pooling": "mean,sum"},
-    "several shardings, weights": {"sharding": "row_wise,table_wise", "weighted": True},
-    "empty bags": {"idle": (1,), "parts": 2},
-}
-
-
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("name", ROWS_AHEAD)
-def test_rows_are_replayed_ahead_beside_a_step(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """They wait until the step's rows have caught up and are waited for at its end; they change no bit."""
-    problem = small_problem(**SMALL | {"steps": 12} | ROWS_AHEAD[name])
-    batches, ends, replayed = [batch for (batch,) in batches_of(problem)], [], []
-    for ahead in (False, True):
-        model, optimizer = started(problem=problem)
-        look_up_directly(model)
-        model(batches[0])[0].backward()
-        with monkeypatch.context() as patch:
-            streams = Streams(patch, torch.cpu)
-            main = streams.current
-            for each in optimizer.lookups:
-                rows = each.clipped.rows
-                patch.setattr(rows, "catch_up", watched(rows.catch_up, streams, main, replayed))
-            for batch, following in pairwise(batches[1:]):
-                with optimizer.replaying_ahead(following.ids0 if ahead else None):
-                    model(batch)[0].backward()
-                assert all(main.follows(each) for each in replayed)
-        ends.append(state_of(model))
-        assert len(replayed) == ahead * (len(batches) - 2) * len(optimizer.lookups)
-    one, other = ends
-    assert all((one[name] == other[name]).all() for name in one)
-
-
-def watched(catch_up: Any, streams: Streams, main: Stream, replayed: list[Stream]) -> Any:
-    """Records the work of replaying rows, ahead of their step or within it."""
-
-    def recorded(*arguments: Any, ahead: bool = False) -> Any:
-        assert (streams.current is main) != ahead
-        if ahead:
-            assert streams.current.follows(caught_up[-1])
-            own.append(streams.current.work())
-            replayed.append(own[-1])
-        else:
-            assert all(main.follows(each) for each in own)
-            caught_up.append(main.work())
-        return catch_up(*arguments, ahead=ahead)
-
-    caught_up: list[Stream] = []
-    own: list[Stream] = []
-    return recorded

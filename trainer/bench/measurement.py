@@ -129,8 +129,7 @@ def steady_run(case: Case) -> Iterator[SteadyRun]:
         reset_peak_memory(process.device)
         schema = make_schema(case)
         first_batch = _batches(case, schema, 0, 1)
-        # Steps that replay ahead hold one batch more.
-        steps = case.warmup_steps + case.max_steps + PROFILED_STEPS + case.config.train.replay_ahead
+        steps = case.warmup_steps + case.max_steps + PROFILED_STEPS
         timed = _batches(case, schema, case.steps_before * case.batch_size, steps)
         batches = iter([batch.to(process.device) for batch in (*first_batch, *timed)])
         rss_before = memory("VmRSS", process.device)
@@ -141,8 +140,7 @@ def steady_run(case: Case) -> Iterator[SteadyRun]:
         scaled = plan.scaled.hyperparameters
         dense = DenseAdam(dense_parameters(model), scaled, case.config.optimizer.adam_epsilon)
         captured = None if why_not_captured(plan, model, adam) else adam
-        ahead = case.config.train.replay_ahead
-        pipeline = pipeline_of(model, dense, process, captured=captured, batch_size=case.batch_size, replay_ahead=ahead)
+        pipeline = pipeline_of(model, dense, process, captured=captured, batch_size=case.batch_size)
         dense.prepare(0, scaled.dense_lr)
         pipeline.progress(batches)
         enter_steady_state(case, adam, _gradient_size(adam, first_batch[0], scaled.betas[1]), scaled.betas)

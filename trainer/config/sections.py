@@ -74,8 +74,6 @@ class TrainConfig:
         cuda_graph: on CUDA with one process, launch each step at once, as a captured CUDA graph, where the run allows
             it: one id in each field, optimizer.embedding = "adam", and not optimizer.absent_rows = "dense". Results do
             not depend on it.
-        replay_ahead: in a captured CUDA graph, replay the next batch's rows on a second stream: for small batches, and
-            not online. Results do not depend on it. Off until it has been measured on a GPU.
         on_nonfinite: at a batch whose loss or gradient is not finite, or so large that moments would overflow: "stop",
             where the loss is checked with the metrics; or "skip" the batch, which is logged: it changes neither weights
             nor moments, and each step then waits for the device. Ten such batches in a row end the run.
@@ -100,7 +98,6 @@ class TrainConfig:
     task_weights: dict[str, float] = field(default_factory=dict)
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     cuda_graph: bool = True
-    replay_ahead: bool = False
     on_nonfinite: OnNonfinite = "stop"
 
     def __post_init__(self) -> None:

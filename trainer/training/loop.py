@@ -536,10 +536,6 @@ class Trainer:
         uncaptured = (
             f"\nsteps are not captured as a CUDA graph: {why}" if why and self.process.device.type == "cuda" else ""
         )
-        absent = self.config.optimizer.absent_rows
-        if self.config.train.replay_ahead and (why or absent != "replay"):
-            why = why or f'optimizer.absent_rows = "{absent}"'
-            uncaptured += f"\ntrain.replay_ahead has no effect: {why}"
         beta1, beta2 = derived.betas
         decays = (("weight decay", derived.weight_decay), ("dense weight decay", derived.dense_weight_decay))
         decay = "".join(f", {name} {value:g}" for name, value in decays if value)

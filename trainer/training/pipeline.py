@@ -44,7 +44,6 @@ def pipeline_of(
     may_read_ahead: bool = True,
     captured: EmbeddingAdam | None = None,
     batch_size: int = 0,
-    replay_ahead: bool = False,
 ) -> "Pipeline":
     """Chooses the pipeline for the number of processes.
 
@@ -56,13 +55,12 @@ def pipeline_of(
         may_read_ahead: False if a batch must not be taken before the step of the batch before has ended, as online or
             with id tables; see :class:`IdTranslation`.
         captured: optimizer of the tables if steps are to be captured; see :func:`why_not_captured`.
-        batch_size, replay_ahead: as of :class:`CapturedSteps`, if steps are to be captured.
+        batch_size: as of :class:`CapturedSteps`, if steps are to be captured.
     """
     if process.world_size > 1 and may_read_ahead:
         return TrainPipelineSparseDist(model, cast("Any", optimizer), process.device)
     if captured is not None and isinstance(optimizer, DenseAdam):
-        ahead = replay_ahead and may_read_ahead
-        return CapturedSteps(model, optimizer, captured, process.device, batch_size, replay_ahead=ahead)
+        return CapturedSteps(model, optimizer, captured, process.device, batch_size)
     return SequentialSteps(model, optimizer, process.device)
 
 
@@ -142,8 +140,6 @@ class CapturedSteps(SequentialSteps):
     Args:
         model: a TrainTask, sharded, on one process; every sample has one id in each field.
         adam: of its tables; ``adam.is_capturable`` holds.
-        replay_ahead: whether to read a batch ahead and replay its rows beside the step of the batch before; see
-            :meth:`EmbeddingAdam.replaying_ahead`.
     """
 
     def __init__(
@@ -154,16 +150,12 @@ class CapturedSteps(SequentialSteps):
         device: torch.device,
         batch_size: int,
         capture: "CudaGraphCapture | None" = None,
-        *,
-        replay_ahead: bool = False,
     ) -> None:
         super().__init__(model, optimizer, device)
         self._dense, self._adam, self._batch_size = optimizer, adam, batch_size
         self._capture = capture or CudaGraphCapture()
         self._warmup_left, self._failed = WARMUP_STEPS, False
         self._graph: _Graph | None = None
-        self._replay_ahead = replay_ahead
-        self._next: Batch | None = None
 
     @property
     def captured(self) -> bool:
@@ -173,56 +165,37 @@ class CapturedSteps(SequentialSteps):
     def progress(self, batches: Iterator[Batch]) -> Output:
         """Takes a step on the next batch; raises StopIteration if there is none."""
         with record_function("## load batch ##"):
-            batch = self._read(batches)
+            batch = next(batches)
         if self._failed or not self._model.training or len(batch.label) != self._batch_size:
             return self.take(batch)
-        # The graph needs a batch of the same shape: the rows of this one miss no step.
-        is_full = self._next is not None and len(self._next.label) == self._batch_size
-        ahead = (self._next if is_full else batch) if self._replay_ahead else None
         self._adam.prepare_step()
         if self._warmup_left:
             self._warmup_left -= 1
-            return self._capture.warm_up(partial(self._take_with, ahead, batch))
+            return self._capture.warm_up(partial(self.take, batch))
         addresses = (*self._dense.addresses(), *self._adam.addresses())
         if self._graph is not None and self._graph.addresses != addresses:
             self._graph = None  # frees its memory before the next capture
-            return self._capture.warm_up(partial(self._take_with, ahead, batch))
+            return self._capture.warm_up(partial(self.take, batch))
         if self._graph is None:
-            self._graph = self._captured_on(batch, ahead, addresses)
+            self._graph = self._captured_on(batch, addresses)
             if self._graph is None:
                 return self.take(batch)
         with record_function("## captured step ##"):
-            output = self._graph.take(batch, ahead)
+            output = self._graph.take(batch)
         self._adam.count_step()
         return output
 
-    def reset(self) -> None:
-        """Forgets the batch that was read ahead."""
-        self._next = None
-
-    def _read(self, batches: Iterator[Batch]) -> Batch:
-        if not (self._replay_ahead and self._model.training):
-            return next(batches)
-        batch = next(batches) if self._next is None else self._next
-        self._next = next(batches, None)
-        return batch
-
-    def _take_with(self, ahead: Batch | None, batch: Batch) -> Output:
-        """Takes a step on a batch, and replays rows of the next one beside it."""
-        with self._adam.replaying_ahead(ahead and ahead.to(self._device, non_blocking=True).sparse):
-            return self.take(batch)
-
-    def _captured_on(self, batch: Batch, ahead: Batch | None, addresses: tuple[int, ...]) -> "_Graph | None":
+    def _captured_on(self, batch: Batch, addresses: tuple[int, ...]) -> "_Graph | None":
         """Captures the step with the shapes of a batch; None, and a warning, if that fails."""
-        inputs, ahead = _copied(batch.to(self._device)), ahead and _copied(ahead.to(self._device))
+        inputs = _copied(batch.to(self._device))
         try:
             with self._adam.capturing():
-                replay = self._capture.capture(partial(self._take_with, ahead, inputs))
+                replay = self._capture.capture(partial(self.take, inputs))
         except CaptureFailed as error:
             self._failed = True
             _logger.warning("the training step cannot be captured as a CUDA graph, which makes it slower: %s", error)
             return None
-        return _Graph(inputs, ahead, replay, addresses, self._adam.read_by_graph())
+        return _Graph(inputs, replay, addresses, self._adam.read_by_graph())
 
 
 @dataclass(frozen=True)
@@ -235,17 +208,14 @@ class _Graph:
     """
 
     inputs: Batch
-    ahead: Batch | None
     replay: Step
     addresses: tuple[int, ...]
     held: tuple[Tensor, ...]
 
-    def take(self, batch: Batch, ahead: Batch | None) -> Output:
-        """Takes the step on a batch of the same shapes, and replays rows of the next one, if steps do."""
+    def take(self, batch: Batch) -> Output:
+        """Takes the step on a batch of the same shapes."""
         for own, given in zip(_read_by_step(self.inputs), _read_by_step(batch), strict=True):
             own.copy_(given, non_blocking=True)
-        if self.ahead and ahead:
-            self.ahead.sparse.values().copy_(ahead.sparse.values(), non_blocking=True)
         loss, logits, label = self.replay()
         return loss.clone(), logits.clone(), label.clone()
 

@@ -120,7 +120,6 @@ class TrainState:
             may_read_ahead=reads_ahead and self.ids.tables is None,
             captured=None if self.why_not_captured else self.adam,
             batch_size=config.train.batch_size,
-            replay_ahead=config.train.replay_ahead,
         )
         self.steps, self._passes = 0, 1
         # Masks of -inf are not; read when the first checkpoint is due.

@@ -11,12 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +22,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
-from cowrec.sparse_opt.clipping.row_backends import TritonRows
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
@@ -58,8 +54,7 @@ EVALUATED_AFTER = (5, 8)
 SAVED_AFTER, LR_CHANGED_AFTER = 7, 9
 RESUMED = slice(3 * (SAVED_AFTER + 1) + 6, None)
 """Results after the checkpoint: three of each step, and six of each evaluation."""
-AHEAD = "train.replay_ahead=true"
-CASES = (('optimizer.absent_rows="lazy"', 'model.name="dcnv2"'), ('optimizer.adam_epsilon="keras"',), (AHEAD,))
+CASES = (('optimizer.absent_rows="lazy"', 'model.name="dcnv2"'), ('optimizer.adam_epsilon="keras"',))
 
 
 def config_of(*overrides: str) -> RunConfig:
@@ -123,8 +118,8 @@ def captured(state: TrainState, capture: CudaGraphCapture, device: str = "cpu") 
     for each in state.adam.lookups:
         run_on("triton", each.clipped)
     assert state.adam.is_capturable
-    parts, ahead = (state.model, state.dense_optimizer, state.adam), state.plan.config.train.replay_ahead
-    state.pipeline = CapturedSteps(*parts, torch.device(device), BATCH, capture=capture, replay_ahead=ahead)
+    parts = state.model, state.dense_optimizer, state.adam
+    state.pipeline = CapturedSteps(*parts, torch.device(device), BATCH, capture=capture)
     return state
 
 
@@ -132,22 +127,16 @@ def train(state: TrainState, steps: range, checkpoints: Checkpoints | None = Non
     """Takes steps, evaluates and saves between them; returns their results."""
     results: list[Tensor] = []
     state.pipeline.reset()
-    batches = batches_of(steps, device)
     for number in steps:
-        loss, logits, label, *_ = state.step(batches)
+        loss, logits, label, *_ = state.step(iter([batch(number, SIZES[number], device)]))
         results += [loss, logits, label]
         if number == LR_CHANGED_AFTER and state.adam:
             state.adam.lr *= 0.5
         if number in EVALUATED_AFTER:
             results += evaluate(state, device)
-            batches = batches_of(range(number + 1, steps.stop), device)
         if number == SAVED_AFTER and checkpoints:
             state.save(checkpoints, Progress(state.steps))
     return results
-
-
-def batches_of(steps: range, device: str) -> Iterator[Batch]:
-    return (batch(number, SIZES[number], device) for number in steps)
 
 
 def evaluate(state: TrainState, device: str) -> list[Tensor]:
@@ -173,25 +162,6 @@ def assert_equal(got: Any, expected: Any) -> None:
     assert all(map(torch.equal, one, other))
 
 
-@contextmanager
-def replays_ahead_late() -> Iterator[None]:
-    """Does the second stream's work between the count of a step and its update; else it is done when it is started."""
-    late: list[Callable[[], Any]] = []
-    catch_up, update = TritonRows.catch_up, TritonRows.update
-
-    def caught_up(*arguments: Any, ahead: bool = False) -> Any:
-        work = partial(catch_up, *arguments, ahead=ahead)
-        return late.append(work) if ahead else work()
-
-    def updated(*arguments: Any) -> None:
-        while late:
-            late.pop(0)()
-        update(*arguments)
-
-    with patch.object(TritonRows, "catch_up", caught_up), patch.object(TritonRows, "update", updated):
-        yield
-
-
 def compare(case: tuple[str, ...], process: Process) -> None:
     """Compares a trajectory under capture with sequential steps, and again after it resumed from its checkpoint."""
     everywhere, place = range(len(SIZES)), RunPlace(Path(tempfile.mkdtemp()), resume=True)
@@ -209,8 +179,6 @@ def compare(case: tuple[str, ...], process: Process) -> None:
     assert graph.warm_ups == WARMUP_STEPS + graph.captures - 1, "a step without a graph comes before each capture"
     assert graph.replays == SIZES.count(BATCH) - graph.warm_ups
     assert_equal(everything(state), end)
-    steps_ahead = [int(each._taken_ahead) for each in state.adam.lookups] if state.adam else []
-    assert steps_ahead == [len(SIZES) - 1 if AHEAD in case else 0]
     assert captured(fresh, Graph(fresh)).resume(checkpoints)
     assert_equal(train(fresh, range(SAVED_AFTER + 1, len(SIZES))), expected[RESUMED])
     assert fresh.captured
@@ -223,7 +191,7 @@ def test_interpreted() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, __file__], env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal"] * (len(CASES) + 1)
+    assert done.stdout.split() == ["equal"] * len(CASES)
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +287,4 @@ if __name__ == "__main__":
     with process_group("cpu") as only:
         for each in CASES:
             compare(each, only)
-            print("equal")
-        with replays_ahead_late():
-            compare((AHEAD,), only)
             print("equal")
