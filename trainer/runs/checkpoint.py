@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.futures import Future as TorchFuture
 
 from cowrec.data_pipeline.files import sync_folder, write_file
+from cowrec.data_pipeline.parallel import available_cores
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runtime.processes import Process, from_first, on_first
 
@@ -46,6 +47,8 @@ FORMAT = 1
 _PREFIX, _PARTIAL, _REPLACED = "step_", ".partial", "replaced.partial"
 _LONGEST_SKEW = timedelta(minutes=30)
 """Longest wait of a process that has written its part for those that have not; see `Heartbeat.lost`."""
+_FILE_BYTES, _MOST_FILES = 1 << 30, 8
+"""A process writes a file for each of so many bytes, at most so many files: side by side, as their checksums."""
 _ABANDON_SECONDS = 10.0
 """Longest wait for a checkpoint when the run fails; a process that hangs or has ended never completes its part.
 
@@ -182,7 +185,8 @@ class Checkpoints:
         partial = self.folder / f"{checkpoint_name(progress.step)}{_PARTIAL}"
         # The staged state is on the CPU. A copy ahead would wait for a stream of the GPU, in which a captured graph,
         # at that moment, allows no thread to wait.
-        writer = FileSystemWriter(partial, per_thread_copy_ahead=0)
+        files = min(available_cores(), _MOST_FILES, 1 + _local_bytes(state) // _FILE_BYTES)
+        writer = FileSystemWriter(partial, thread_count=files, per_thread_copy_ahead=0)
         written: Future[Any] = dcp.async_save(  # type: ignore[assignment]
             state, storage_writer=writer, process_group=self._group, async_stager=_CpuStager()
         )
@@ -273,6 +277,15 @@ class _CpuStager(AsyncStager):
 
     def close(self) -> None:
         pass
+
+
+def _local_bytes(value: Any) -> int:
+    """Bytes of this process's part of the tensors of nested dictionaries."""
+    if isinstance(value, dict):
+        return sum(map(_local_bytes, value.values()))
+    if isinstance(value, ShardedTensor):
+        return sum(each.tensor.nbytes for each in value.local_shards())
+    return int(value.nbytes)
 
 
 def _cpu_copy(value: Any) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cowrec.data_pipeline.files import PARTIAL, checksum, locked_folder
+from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.remote import Place, RemoteFolder, copy_without_shards, is_remote, local_path
 
 MANIFEST = "checkpoint.json"
@@ -30,7 +31,9 @@ def rank_of(name: str) -> int | None:
 
 def checksums(folder: Path, files: Iterable[Path]) -> dict[str, tuple[int, str]]:
     """Computes what a manifest lists of files of a folder."""
-    return {str(each.relative_to(folder)): (each.stat().st_size, checksum(each)) for each in sorted(files)}
+    ordered = sorted(files)
+    sums = zip(ordered, ordered_map(checksum, ordered), strict=True)
+    return {str(each.relative_to(folder)): (each.stat().st_size, sha256) for each, sha256 in sums}
 
 
 def damage(folder: Path, files: Files) -> str:

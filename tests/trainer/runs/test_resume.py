@@ -20,6 +20,7 @@ import torch
 from cowrec.data_pipeline.files import checksum, locked_folder
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.config.sections import CheckpointConfig
+from cowrec.trainer.runs import checkpoint
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, checkpoint_name, find_checkpoint, list_checkpoints
 from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runtime.errors import Interrupted
@@ -156,6 +157,20 @@ def test_a_run_that_began_on_cpu_goes_on_with_a_gpu(
     monkeypatch.setattr(training_state, "random_state", with_gpu)
     run(folder, copy, resume=True)
     torch.testing.assert_close(state_of(copy), state_of(uninterrupted), rtol=0, atol=0)
+
+
+def test_a_large_state_is_in_several_files(
+    folder: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 1 << 10)
+    monkeypatch.setattr(checkpoint, "available_cores", lambda: 3)
+    copy = interrupted(uninterrupted, 5, tmp_path / "copy")
+    run(folder, copy, resume=True)
+    shutil.rmtree(copy / "checkpoints" / checkpoint_name(10))
+    files = (copy / "checkpoints" / checkpoint_name(9)).glob("*.distcp")
+    assert sorted(each.name for each in files) == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]
+    run(folder, copy, resume=True)
+    assert_same(copy, uninterrupted)
 
 
 def rewrite_manifest(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
