@@ -10,7 +10,6 @@ from functools import partial
 from math import inf
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torchrec.optim.fused import FusedOptimizer
