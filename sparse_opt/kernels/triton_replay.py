@@ -26,7 +26,7 @@ from .triton_rows import (
 ELEMENTS = 32
 """Elements of a program's rows, unless one row has more."""
 _UNROLLED = 4
-"""Steps of a turn of the loop, for a thread with one element, so that a step's scalars are read during the one before."""
+"""Steps of a turn of the loop, where a thread has one element: a step's scalars are read during the one before."""
 
 
 @triton.jit

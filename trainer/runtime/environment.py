@@ -28,6 +28,8 @@ except PackageNotFoundError:  # the source is on PYTHONPATH, not installed
 
 logger = logging.getLogger("cowrec")
 
+_ON_GPUS = "Synchronization debug mode is a prototype|TBE B200 optimization|barrier.*: using the device"
+"""What torch and FBGEMM say on GPUs of settings that are meant."""
 _TIME_FORM = "%Y-%m-%d %H:%M:%S"
 _URL = re.compile(r"\w+://\S+")
 
@@ -82,6 +84,7 @@ def _ignore_warnings() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="torchmetrics|torchrec")
+    warnings.filterwarnings("ignore", _ON_GPUS, UserWarning)
 
 
 def launched_rank() -> int:
