@@ -129,11 +129,11 @@ def parts(output: Path, folder: Path, rehearse: bool) -> dict[str, Part]:
     report = folder / "tests.xml"
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     files.sort(key=lambda path: not path.name.startswith(("test_captured", "test_triton")))
-    pytest = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    pytest = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "--junitxml", str(report)]
     if not versions([CUDA_BUILD]):
         pytest += ["-p", "scripts.gpu.cpu_build"]
         files = [path for path in files if path.name in TESTS_OF_CPU_BUILD]
-    pytest += ["-o", "faulthandler_timeout=60", *map(str, files)]
+    pytest += ["-o", "faulthandler_timeout=60", *(str(path.relative_to(ROOT)) for path in files)]
     known = {
         "smoke": Part(module("smoke", "smoke", *small), 900 if rehearse else 180, variables=interpreted),
         "resume": Part(
@@ -248,7 +248,7 @@ def run_command(command: Sequence[str], timeout: float, variables: Mapping[str, 
     return {
         "exit_code": process.returncode,
         "timed_out": timed_out,
-        "command": list(command),
+        "command": [Path(each).name if Path(each).is_absolute() else each for each in command],
         "output_end": tail[-TAIL_CHARACTERS:].decode(errors="replace"),
     }
 
