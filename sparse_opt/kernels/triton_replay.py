@@ -50,13 +50,14 @@ def _replay_rows(
     element = start[:, None] + column[None, :]
     w = tl.load(state.weights + element, mask=inside, other=0.0)
     m = tl.load(state.exp_avg + element, mask=inside, other=0.0)
-    v = tl.load(state.exp_avg_sq + element, mask=inside, other=0.0)
+    v = tl.load(state.exp_avg_sq + element, mask=inside, other=1.0)
     if CLIPPED:
         measured = column[None, :] < tl.load(clips.columns + table, mask=behind, other=0)[:, None]
         r = tl.load(clips.r + table, mask=behind, other=0.0)
         floor = tl.load(clips.floor + table, mask=behind, other=0.0)
     reached = tl.where(behind, step, last)
     moving = behind
+    begin = tl.where(inside, last[:, None], step)  # of each element's steps
     now = tl.min(last)
     while now < step:
         until = tl.minimum(step, (now // INTERVAL + 1) * INTERVAL)
@@ -65,9 +66,9 @@ def _replay_rows(
             if CLIPPED:
                 factor, _ = clip_factors(w, g, measured, r, floor, 1.0)
                 g = tl.where(measured, g * factor[:, None], g)
-            scalars = scalars_of_rows(steps, t, lr_factor)
+            scalars = scalars_of_rows(steps, t, lr_factor, HAS_DECAY)
             new_w, new_m, new_v = step_of_element(w, m, v, g, constants, scalars, root, divide)
-            takes = (moving & (last <= t))[:, None]
+            takes = begin <= t
             w, m, v = tl.where(takes, new_w, w), tl.where(takes, new_m, m), tl.where(takes, new_v, v)
         now = until
         if now % INTERVAL == 0:
@@ -84,6 +85,7 @@ def _replay_rows(
             row_decayed = started & (tl.min(decayed.to(tl.int32), axis=1) == 1)
             reached = tl.where(row_decayed, -now - 1, reached)
             moving = moving & (row_decayed == 0)
+            begin = tl.where(row_decayed[:, None], step, begin)
             if tl.max(moving.to(tl.int32)) == 0:
                 now = step
     tl.store(state.weights + element, w, mask=inside)

@@ -41,25 +41,22 @@ scalars_of_table = triton.jit(FunctionType(table_scalars.__code__, globals()))
 
 
 @triton.jit
-def scalars_of_rows(steps, step, lr_factor):
+def scalars_of_rows(steps, step, lr_factor, HAS_DECAY: tl.constexpr = True):
     """Returns the scalars of step ``step``, from 0, for rows whose tables have these factors of the rate, [R]."""
-    scalars = AdamScalars(
-        tl.load(steps.step_sizes + step), tl.load(steps.denominator_scales + step), tl.load(steps.decays + step)
-    )
+    decay = tl.load(steps.decays + step) if HAS_DECAY else 0.0
+    scalars = AdamScalars(tl.load(steps.step_sizes + step), tl.load(steps.denominator_scales + step), decay)
     return scalars_of_table(scalars, lr_factor[:, None])
 
 
 @triton.jit
 def root(value):
-    """Rounds correctly. Zero and numbers below 2^-100 would take the slow branch of ``sqrt_rn``, and a warp with it."""
-    small = value < 2.0**-100
-    scaled = tl.where(value == 0.0, 1.0, value * tl.where(small, 2.0**64, 1.0))
-    return tl.where(value == 0.0, value, tl.sqrt_rn(scaled) * tl.where(small, 2.0**-32, 1.0))
+    """Rounds correctly. Below 2^-101 it is slow for the whole warp: masked second moments are 1, not 0."""
+    return tl.sqrt_rn(value)
 
 
 @triton.jit
 def divide(numerator, denominator):
-    """Rounds correctly. A numerator of zero would take the slow branch of ``div_rn``."""
+    """Rounds correctly. Numerators of zero, as of decayed elements, would be slow for the whole warp in ``div_rn``."""
     zero = (numerator == 0.0) & (denominator > 0.0)
     return tl.where(zero, numerator, tl.div_rn(tl.where(zero, denominator, numerator), denominator))
 
@@ -461,7 +458,7 @@ def _update(
         element = start[:, None] + column[None, :]
         w = tl.load(state.weights + element, mask=inside, other=0.0)
         m = tl.load(state.exp_avg + element, mask=inside, other=0.0)
-        v = tl.load(state.exp_avg_sq + element, mask=inside, other=0.0)
+        v = tl.load(state.exp_avg_sq + element, mask=inside, other=1.0)
         weight, squares = w, v
         if REPLAYS:
             last = tl.load(steps.last_step + row, mask=exists, other=step)
