@@ -23,7 +23,17 @@ from cowrec.sparse_opt.kernels.layout import LookupBackward, LookupBags
 from cowrec.sparse_opt.tbe.discovery import called_modules, raised_on_all_ranks
 
 from .clipped_lookup import ClippedLookup
-from .handle import Forward, Inputs, LookupsHandle, LossScale, Run, require_unattached, run_in_backward, wrap_lookups
+from .handle import (
+    Forward,
+    Inputs,
+    LookupsHandle,
+    LossScale,
+    Run,
+    in_same_memory,
+    require_unattached,
+    run_in_backward,
+    wrap_lookups,
+)
 from .requirements import clipped_lookups
 from .table_rules import table_rules
 from .update_check import StepCheck, UpdateCheck
@@ -220,10 +230,7 @@ class _ClipInBackward(torch.autograd.Function):
         ctx.save_for_backward(indices, offsets, given, weights)
         ctx.blocks, ctx.size = bags.blocks, bags.size
         ctx.clipped, ctx.settings, ctx.check = clipped, settings, check
-        if output._is_view():  # FBGEMM's of a variable batch size on CUDA, which autograd lets nobody change in place
-            return output.view_as(output)
-        ctx.mark_dirty(output)
-        return output
+        return in_same_memory(ctx, output)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -393,6 +393,14 @@ def run_in_backward(
     return recorded
 
 
+def in_same_memory(ctx: Any, output: Tensor) -> Tensor:
+    """Result of the forward of an autograd function that returns its input and changes only the backward."""
+    if output._is_view():  # FBGEMM's of a variable batch size on CUDA, which autograd lets nobody change in place
+        return output.view_as(output)
+    ctx.mark_dirty(output)
+    return output
+
+
 class _RunInBackward(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -409,8 +417,7 @@ class _RunInBackward(torch.autograd.Function):
         ctx.save_for_backward(bags.indices, bags.offsets, id_weights)
         ctx.blocks, ctx.size, ctx.ids = bags.blocks, bags.size, ids
         ctx.clipped, ctx.loss_scale, ctx.run, ctx.parameter_shape = clipped, loss_scale, run, parameter.shape
-        ctx.mark_dirty(output)
-        return output
+        return in_same_memory(ctx, output)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -92,7 +92,14 @@ def test_compiled_arithmetic() -> None:
 
 
 @triton.jit
-def _root_and_divide(numerators, denominators, roots, quotients, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _root_and_divide(
+    numerators: tl.tensor,
+    denominators: tl.tensor,
+    roots: tl.tensor,
+    quotients: tl.tensor,
+    count: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     numerator = tl.load(numerators + i, mask=i < count, other=0.0)
     tl.store(roots + i, root(numerator), mask=i < count)
