@@ -75,7 +75,7 @@ class Bags:
             torch.cat(weights) if weights else None,
         )
 
-    def to(self, device: torch.device) -> "Bags":
+    def to(self, device: torch.device | str) -> "Bags":
         """Moves the bags to `device`."""
         weights = None if self.weights is None else self.weights.to(device)
         return Bags(self.values.to(device), self.offsets.to(device), weights)
@@ -168,7 +168,9 @@ class SampleBlock:
         )
 
     @staticmethod
-    def assemble(schema: Schema, total: int, parts: Iterable["SampleBlock"], device: torch.device) -> "SampleBlock":
+    def assemble(
+        schema: Schema, total: int, parts: Iterable["SampleBlock"], device: torch.device | str
+    ) -> "SampleBlock":
         """Assembles blocks of `total` samples on `device`, in order.
 
         Memory holds single-valued columns once, unlike `concat`.

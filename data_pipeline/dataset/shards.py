@@ -8,7 +8,7 @@ import re
 import shutil
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import torch
 
 from cowrec.data_pipeline.files import NO_SPACE, locked, space_remedy, sync_folder
+from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.remote import fetch_missing
 
 from .sample_block import Bags, SampleBlock, id_dtype
@@ -63,29 +64,32 @@ def arrow_schema(schema: Schema) -> pa.Schema:
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
 
 
-def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[int]) -> SampleBlock:
-    """Reads the shards `numbers` of a split, in that order, into one `SampleBlock` on the CPU.
+def load_shards(
+    data_dir: Path, schema: Schema, split: str, numbers: Sequence[int], device: torch.device | str = "cpu"
+) -> SampleBlock:
+    """Reads the shards `numbers` of a split, several at a time, in that order into one `SampleBlock` on `device`.
 
     Raises:
         ValueError: a shard is missing or damaged, differs from the schema in columns, types or size, or has an id
             outside [0, num_embeddings); the message names the file, the column and the value.
         OSError: the data set is a copy of one in an object store, which does not answer.
     """
-    sizes = [schema.split(split).shards[number] for number in numbers]
-    for number, size in zip(numbers, sizes, strict=True):  # before allocating memory for the sizes in schema.json
-        path = shard_path(data_dir, split, number)
+    sizes = {shard_path(data_dir, split, number): schema.split(split).shards[number] for number in numbers}
+
+    def check_size(path: Path) -> None:
         with _opened(path, schema) as file:
-            _check_size(path, file.metadata.num_rows, size)
+            _check_size(path, file.metadata.num_rows, sizes[path])
 
-    def parts() -> Iterator[SampleBlock]:
-        for number, size in zip(numbers, sizes, strict=True):
-            path = shard_path(data_dir, split, number)
-            table = _read(path, schema, size, arrow_schema(schema))
-            for field in schema.sparse:
-                _check_ids(path, field, table[field.name])
-            yield block_from_table(table, schema, path)
+    def part(path: Path) -> SampleBlock:
+        table = _read(path, schema, sizes[path], arrow_schema(schema))
+        for field in schema.sparse:
+            _check_ids(path, field, table[field.name])
+        return block_from_table(table, schema, path)
 
-    return SampleBlock.assemble(schema, sum(sizes), parts(), torch.device("cpu"))
+    for _ in ordered_map(check_size, sizes):  # before allocating memory for the sizes in schema.json
+        pass
+    with closing(ordered_map(part, sizes)) as parts:
+        return SampleBlock.assemble(schema, sum(sizes.values()), parts, device)
 
 
 def read_columns(data_dir: Path, schema: Schema, split: str, names: Sequence[str]) -> pa.Table:

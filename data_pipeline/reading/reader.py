@@ -13,6 +13,7 @@ from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from itertools import accumulate
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -129,17 +130,27 @@ class Reader:
         """Samples of an epoch over all ranks; with `drop_last`, an epoch may yield fewer."""
         return sum(self._sizes)
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that :meth:`make_resident` stores; of a part of a split, by its share of the samples."""
+        loaded, rows = sum(part.shard_samples for part in self._parts), self.schema.split(self.split).rows
+        return ceil(resident_bytes(self.schema, self.split) * loaded / max(1, rows))
+
     def make_resident(self) -> None:
         """Loads the shards of the samples and stores them on the device, where all later epochs take their batches.
 
         Raises:
             ValueError: the split does not fit, or a shard is missing or damaged.
         """
-        _check_fits(self.schema, self.split, self.device)
-        total = sum(part.shard_samples for part in self._parts)
-        windows = epoch_windows(self._sizes, self._window_rows, shuffle=False, seed=0, epoch=0)
-        blocks = (self._load(each.shards) for each in windows)
-        self._resident_block = SampleBlock.assemble(self.schema, total, blocks, self.device)
+        if self._resident_block is not None:
+            return
+        needed, available = self.resident_bytes, available_bytes(self.device)
+        if available is not None and needed > available:
+            raise ValueError(
+                f"resident: the {self.split} split needs {needed:,} bytes on {self.device}, {available:,} are "
+                "available; stream it instead (resident = false)"
+            )
+        self._resident_block = self._load(range(len(self._parts)), self.device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -245,11 +256,11 @@ class Reader:
                 block, own = self._resident_block, [starts[each] for each in window.shards]
             yield _Loaded(window, slices, block, self._order(window, own, block.label.device))
 
-    def _load(self, shards: Sequence[int]) -> SampleBlock:
+    def _load(self, shards: Sequence[int], device: torch.device | str = "cpu") -> SampleBlock:
         """Loads the complete shards of parts."""
         numbers = tuple(self._parts[each].number for each in shards)
         try:
-            return load_shards(self._data_dir, self.schema, self.split, numbers)
+            return load_shards(self._data_dir, self.schema, self.split, numbers, device)
         finally:  # in place of an error about such a shard, too
             if Schema.load(self._data_dir) != self._stored:
                 raise ValueError(
@@ -350,13 +361,3 @@ _GROUP_FILES_2 = ("memory.max", "memory.current", "inactive_file")
 
 def _sizes(file: Path) -> dict[str, int]:
     return {line.split()[0]: int(line.split()[1]) for line in file.read_text(encoding="ascii").splitlines()}
-
-
-def _check_fits(schema: Schema, split: str, device: torch.device) -> None:
-    """Raises ValueError with the bytes needed and available if a split does not fit on `device`."""
-    needed, available = resident_bytes(schema, split), available_bytes(device)
-    if available is not None and needed > available:
-        raise ValueError(
-            f"resident: the {split} split needs {needed:,} bytes on {device}, {available:,} are available; "
-            "stream it instead (resident = false)"
-        )

@@ -98,7 +98,7 @@ def _phases(folder: Path) -> None:
             plan = RunPlan.of(config, Schema.load(config.data.dir).of_batches(), process)
             readers = training_readers(plan)
             trainer = Trainer(plan, RunPlace(run_dir, resume=resume), "stop")
-            keep_resident(readers.train, plan)
+            keep_resident(readers, plan)
         with trainer.running(resume):
             if resume:
                 with metered() as phases["resume"]:

@@ -22,8 +22,8 @@ class DataConfig:
 
     Attributes:
         dir: a prepared data set; `--data` overrides it.
-        resident: keep the training set on the device: "yes", "no", or "auto" (if it needs at most half of the memory
-            that the model leaves).
+        resident: keep the samples that each epoch trains on or measures on the device: "yes", "no", or "auto" (if they
+            need at most half of the memory that the model leaves, as "yes" does for those that are measured).
         window_rows: samples shuffled together, and in memory together while streaming.
     """
 

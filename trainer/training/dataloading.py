@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes, resident_bytes
+from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes
 from cowrec.data_pipeline.dataset.schema import TIME
 from cowrec.data_pipeline.dataset.shards import shard_path
 from cowrec.sparse_opt.id_tables.config import TIME_LIMIT
@@ -31,6 +31,11 @@ class Readers(NamedTuple):
     train: Reader
     validation: Reader | None
     test: Reader
+
+    @property
+    def measured(self) -> Reader:
+        """The samples that are measured after each epoch."""
+        return self.test if self.validation is None else self.validation
 
 
 def training_readers(plan: RunPlan) -> Readers:
@@ -140,20 +145,21 @@ def require_labels(schema: Schema, name: str, data_dir: Path) -> None:
         raise ValueError(f"the {name} split of {data_dir} has no labels: it can be predicted, not evaluated")
 
 
-def keep_resident(reader: Reader, plan: RunPlan) -> None:
-    """Makes the training split resident on the device, if `data.resident` says so.
+def keep_resident(readers: Readers, plan: RunPlan) -> None:
+    """Keeps what every epoch reads on the device: the training samples, then those that are measured after each epoch.
 
-    Call it once the model is built: "auto" keeps the split if it takes at most half of the memory that tables, moments
-    and network have left; the other half is for the steps.
+    Call it once the model is built: samples are kept if they take at most half of the memory that tables, moments and
+    network have left; the other half is for the steps. `data.resident` = "yes" keeps the training samples in any case.
 
     Raises:
-        ValueError: `data.resident` is "yes" and the split does not fit; or a shard is missing or damaged.
+        ValueError: `data.resident` is "yes" and the training samples do not fit; or a shard is missing or damaged.
     """
     config, process = plan.config, plan.process
-    resident = config.data.resident == "yes"
-    if config.data.resident == "auto":
+    if config.data.resident == "no":
+        return
+    copies = process.local_world_size if process.device.type == "cpu" else 1
+    for reader in (readers.train, readers.measured):
         free = available_bytes(process.device)
-        copies = process.local_world_size if process.device.type == "cpu" else 1
-        resident = free is not None and copies * resident_bytes(reader.schema) <= free // 2
-    if resident:
-        reader.make_resident()
+        fits = free is not None and copies * reader.resident_bytes <= free // 2
+        if fits or (reader is readers.train and config.data.resident == "yes"):
+            reader.make_resident()

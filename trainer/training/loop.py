@@ -121,9 +121,9 @@ class _EpochRun:
     def __init__(self, plan: RunPlan, place: RunPlace, readers: Readers, after_epoch: AfterEpoch | None) -> None:
         self.plan, self.after_epoch = plan, after_epoch
         self.config, self.process = plan.config, plan.process
-        self.reader, self.validation, self.test = readers
+        (self.reader, self.validation, self.test), self.measured = readers, readers.measured
         self.trainer = Trainer(plan, place, plan.config.train.on_nonfinite)
-        keep_resident(self.reader, plan)
+        keep_resident(readers, plan)
         self.state, self.say = self.trainer.state, self.trainer.say
         require_distinct_measures(plan.schema.labels)
         self.thirds: np.ndarray | None = None
@@ -220,7 +220,7 @@ class _EpochRun:
         With validation samples, these are measured and the test split once, at the end; without them the test split.
         """
         try:
-            values, text = self.measure(self.test if self.validation is None else self.validation, stop.agreed)
+            values, text = self.measure(self.measured, stop.agreed)
         except Stopped:
             self.epoch -= 1
             self.epoch_step = self.reader.steps(self.epoch)

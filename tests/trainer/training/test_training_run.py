@@ -16,11 +16,12 @@ from sklearn.metrics import log_loss, roc_auc_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cowrec.data_pipeline import PrepareConfig, Schema, SynthesizeConfig, prepare, synthesize
+from cowrec.data_pipeline.reading import reader
 from cowrec.trainer import evaluate, load_config, predict, train
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.runs.checkpoint import best_epoch
 from cowrec.trainer.runtime.errors import NonFiniteLoss
-from cowrec.trainer.training import loop
+from cowrec.trainer.training import dataloading, loop
 from refusal import refused
 from run_comparison import assert_same
 from trained_runs import data_folder, make_folder, metrics, predicted, report_of, run
@@ -201,6 +202,28 @@ def test_seeds_residency_and_plans(folder: Path, tmp_path: Path, caplog: pytest.
     run(folder, tmp_path / "seed", "train.seed=1")
     with pytest.raises(AssertionError):
         assert_same(tmp_path / "seed", folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("resident", "free", "read"),
+    [
+        ("yes", 1 << 40, ["train", "test"]),
+        ("auto", 1 << 40, ["train", "test"]),
+        ("yes", 0, ["train", "test", "test"]),
+        ("auto", None, ["train", "test", "train", "test"]),
+        ("no", 1 << 40, ["train", "test", "train", "test"]),
+    ],
+)
+def test_samples_of_every_epoch_are_read_once_if_they_fit(
+    folder: Path, tmp_path: Path, monkeypatch: Any, resident: str, free: int | None, read: list[str]
+) -> None:
+    """The training samples, and those that are measured after each of two epochs."""
+    found, original = list[str](), reader.load_shards
+    monkeypatch.setattr(reader, "load_shards", lambda *each: found.append(each[2]) or original(*each))
+    monkeypatch.setattr(dataloading, "available_bytes", lambda device: free)
+    run(folder, tmp_path / "run", f"data.resident={resident}")
+    assert found == read
+    assert_same(tmp_path / "run", folder / "run")
 
 
 def test_a_non_finite_loss_keeps_the_last_good_checkpoint(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
