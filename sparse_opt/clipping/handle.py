@@ -149,10 +149,11 @@ def wrap_lookups(
         look_up: new forward.
         owner: what :func:`attached_to` returns, whose ``remove()`` detaches; by default the handle.
     """
-    undo, warn_unequal = [leave_ddp(each) for each in called], _warn_once_of_unequal_calls(lookups)
+    undo, warn_unequal = list[Callable[[], None]](), _warn_once_of_unequal_calls(lookups)
     for collection, module in called.items():
         own = [each for each in lookups if each.lookup.collection is collection]
         undo += [
+            leave_ddp(collection, [each.lookup.module for each in own]),
             module.register_forward_pre_hook(_guard(module, collection, own, warn_unequal)).remove,
             collection.register_load_state_dict_post_hook(partial(_drop_waiting, own)).remove,
             partial(delattr, collection, _ATTACHED),

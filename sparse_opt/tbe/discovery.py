@@ -5,8 +5,9 @@ Like lookup.py, this file uses private attributes of TorchRec, FBGEMM and torch'
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, combinations
 from typing import Any
 
@@ -156,22 +157,31 @@ def inconsistent_lookups(model: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def leave_ddp(collection: ShardedCollection) -> Callable[[], None]:
-    """Unwraps replicated lookups from the DDP that all-reduces their complete tables; returns a function to undo it."""
-    wrapped = {n: each for n, each in enumerate(collection._lookups) if isinstance(each, DistributedDataParallel)}
+def leave_ddp(collection: ShardedCollection, kernels: Collection[nn.Module]) -> Callable[[], None]:
+    """Unwraps replicated lookups that hold some of these kernels from the DDP that all-reduces their complete tables.
+
+    Returns a function to undo it, in a new DDP: the old one would have counted the backward passes that it did not see,
+    and by its ``static_graph`` never reduce again. All ranks hold the same weights, so that nothing is sent.
+    """
+    again: list[tuple[int, nn.Module, Callable[[], nn.Module]]] = []
+    for index, wrapped in enumerate(collection._lookups):
+        if isinstance(wrapped, DistributedDataParallel) and not set(kernels).isdisjoint(wrapped.module.modules()):
+            arguments = {name: getattr(wrapped, name) for name in _DDP_ARGUMENTS}
+            lookup = collection._lookups[index] = wrapped.module
+            again.append((index, lookup, partial(DistributedDataParallel, lookup, init_sync=False, **arguments)))
 
     def rejoin() -> None:
-        for index, lookup in wrapped.items():
-            if collection._lookups[index] is lookup.module:  # not one that was rebuilt since
-                collection._lookups[index] = lookup
+        for index, lookup, wrap in again:
+            if collection._lookups[index] is lookup:  # not one that was rebuilt since
+                collection._lookups[index] = wrap()
 
-    for index, lookup in wrapped.items():
-        collection._lookups[index] = lookup.module
     return rejoin
 
 
-_INNER = "_embedding_bag_collection"
-"""Attribute of a feature-processed collection."""
+_DDP_ARGUMENTS = ("device_ids", "process_group", "gradient_as_bucket_view", "broadcast_buffers", "static_graph")
+"""Of torch's DistributedDataParallel, those that TorchRec gives; attributes of the same names keep them."""
+_INNER = ("_embedding_bag_collection", "_embedding_module")
+"""Attributes with the collection whose lookups a collection shares, which processes features or manages collisions."""
 _UNSHARDED = (EmbeddingBagCollection, EmbeddingCollection, FusedEmbeddingBagCollection)
 _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Names of wrapped children, which paths leave out."""

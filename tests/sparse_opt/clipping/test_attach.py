@@ -17,6 +17,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingEnv, ShardingEnv2D
@@ -48,6 +49,7 @@ from random_problems.training import (
     assert_equal,
     batch_of,
     batches_of,
+    dense_optimizer,
     lookups_of,
     run_on,
     sharded_model,
@@ -402,6 +404,43 @@ def test_ids_that_are_deduplicated_before_the_lookup_are_refused(attach: Any) ->
     refused("table 't0' cannot be clipped: TorchRec deduplicates .* use_index_dedup", attach, model, CowClip())
     message, excluded = "but it still needs L2, the loss' scale or the optimizer", ["t0", "t1", "t2"]
     refused(message, attach, model, CowClip(), exclude=excluded, grad_scaler=GradScaler("cpu"))
+
+
+def test_excluded_tables_that_cannot_be_clipped_are_reduced_as_before() -> None:
+    model = sharded_model(small_problem(sequence=True, sharding="data_parallel"))
+    model.module.c0._use_index_dedup = True
+    attach_cowclip(model, CowClip(), exclude=["t0", "t1", "t2"])
+    (lookup,) = model.module.c0._lookups
+    assert isinstance(lookup, DistributedDataParallel)
+
+
+def attached_now_and_then(rank: int, folder: str) -> None:
+    with process_group(rank, 2, folder):
+        case = small_problem(sharding="data_parallel,table_wise,data_parallel", world=2, steps=8, lr=0.1)
+        plain, model = (sharded_model(case) for _ in range(2))
+        handle = None
+        for step in range(case.steps):
+            if step in (1, 5):
+                assert handle
+                handle.remove()
+            if step in (0, 3, 7):
+                handle = attach_cowclip(model, CowClip(r=1e6, zeta=1e6))  # which clips no row
+            for each in (plain, model):
+                optimizer = dense_optimizer(case, each)
+                optimizer.zero_grad()
+                train_step(case, each, step)
+                optimizer.step()
+        for table in ("t0", "t2"):
+            path = f"c0.embedding_bags.{table}.weight"
+            weight, expected = (each.module.state_dict()[path] for each in (model, plain))
+            torch.testing.assert_close(weight, expected)
+            first = weight.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(first, weight), "ranks hold different copies"
+
+
+def test_replicated_tables_are_reduced_after_remove(tmp_path: Path) -> None:
+    in_processes(attached_now_and_then, (str(tmp_path),), 2)
 
 
 REFUSED_BY_ONE_RANK: dict[str, tuple[dict[str, Any], Any]] = {

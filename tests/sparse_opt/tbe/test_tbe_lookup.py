@@ -46,11 +46,14 @@ def test_replicated_tables() -> None:
     assert copies.is_plain_sgd
     assert copies.feature_table == [0, 1, 1]
     (collection,) = sharded_collections(mixed).values()
-    wrapped = list(collection._lookups)
-    rejoin = leave_ddp(collection)
-    assert not any(isinstance(each, DistributedDataParallel) for each in collection._lookups)
-    rejoin()
-    assert collection._lookups == wrapped
+    wrapped = [isinstance(each, DistributedDataParallel) for each in collection._lookups]
+    assert sum(wrapped) == 1
+    others = [each.module for each in lookups if each is not copies]
+    for kernels, left in ((others, wrapped), ([copies.module], [False, False])):
+        rejoin = leave_ddp(collection, kernels)
+        assert [isinstance(each, DistributedDataParallel) for each in collection._lookups] == left
+        rejoin()
+        assert [isinstance(each, DistributedDataParallel) for each in collection._lookups] == wrapped
 
 
 class OwnScaler(GradScaler):
