@@ -71,7 +71,7 @@ def called_modules(model: nn.Module) -> dict[ShardedCollection, nn.Module]:
 
     That is the collection itself, or one that processes its features and calls its parts.
     """
-    inner = {id(each._embedding_bag_collection): each for each in model.modules() if hasattr(each, _INNER)}
+    inner = {id(_inner(each)): each for each in model.modules()}
     return {each: inner.get(id(each), each) for each in sharded_collections(model).values()}
 
 
@@ -187,6 +187,10 @@ _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "
 """Names of wrapped children, which paths leave out."""
 
 
+def _inner(module: nn.Module) -> nn.Module | None:
+    return next((getattr(module, name) for name in _INNER if hasattr(module, name)), None)
+
+
 def _outermost_collections(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Collections with their first paths; one that several modules share is listed once."""
     found: dict[nn.Module, str] = {}
@@ -196,8 +200,7 @@ def _outermost_collections(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _collections_below(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    # A feature-processed collection shares the lookups of the collection in it.
-    has_lookups = hasattr(model, "_lookups") and not hasattr(model, _INNER)
+    has_lookups = hasattr(model, "_lookups") and _inner(model) is None
     if isinstance(model, _UNSHARDED) or has_lookups:
         yield path, model
         return

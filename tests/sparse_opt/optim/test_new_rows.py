@@ -14,14 +14,19 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from scipy import stats
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -311,28 +316,63 @@ def test_resets_before_the_step_of_an_earlier_batch_are_refused() -> None:
 ROWS = 16
 
 
-def sharded() -> DistributedModelParallel:
-    table = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
+def sharded(bags: bool) -> DistributedModelParallel:
+    config, kind = (EmbeddingBagConfig, EmbeddingBagCollection) if bags else (EmbeddingConfig, EmbeddingCollection)
+    table = config(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
     remapped = MCHManagedCollisionModule(
         zch_size=ROWS, device=CPU, input_hash_size=4000, eviction_interval=2, eviction_policy=LFU_EvictionPolicy()
     )
+    managed = ManagedCollisionEmbeddingBagCollection if bags else ManagedCollisionEmbeddingCollection
     model = torch.nn.Sequential()
-    model.mc = ManagedCollisionEmbeddingBagCollection(
-        EmbeddingBagCollection(tables=[table], device=torch.device("meta")),
+    model.mc = managed(
+        kind(tables=[table], device=torch.device("meta")),
         ManagedCollisionCollection({"t": remapped}, [table]),
+        return_remapped_features=True,
     )
-    sharder = ManagedCollisionEmbeddingBagCollectionSharder(
-        EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+    sharder: Any = (
+        ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))
+        if bags
+        else ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder(fused_params=fused))
     )
     kinds = {"t": row_wise(compute_kernel="fused")}
     plan = construct_module_sharding_plan(model.mc, kinds, sharder=sharder, device_type="cpu")
     return DistributedModelParallel(model, device=CPU, plan=ShardingPlan({"mc": plan}), sharders=[sharder])
 
 
+def looked_up(model: DistributedModelParallel, step: int) -> tuple[Tensor, Tensor]:
+    """Embeddings of a step's new ids, and the rows that these were given."""
+    ids = 40 * step + torch.randint(12, (12,), generator=torch.Generator().manual_seed(step))
+    found, rows = model.module.mc(KeyedJaggedTensor(["f"], ids, lengths=torch.ones(12, dtype=torch.int64)))
+    found, rows = found.wait(), rows.wait()
+    return found["f"].values() if isinstance(found, dict) else found.values(), rows["f"].values()
+
+
+@pytest.mark.parametrize("bags", [True, False])
+def test_rows_of_managed_collision_are_clipped(bags: bool) -> None:
+    """Against autograd on the table and the formula of the clip; TorchRec evicts rows meanwhile."""
+    torch.manual_seed(0)
+    model = sharded(bags)
+    handle = attach_cowclip(model, CowClip(r=0.37, zeta=1e-3))
+    (weights,) = (each for key, each in model.state_dict().items() if key.endswith("t.weight"))
+    (shard,) = weights.local_shards()
+    for step in range(20):
+        found, rows = looked_up(model, step)
+        before = shard.tensor.clone().requires_grad_()
+        (before[rows] ** 3).sum().backward()
+        (found**3).sum().backward()
+        assert before.grad is not None
+        limit = rows.bincount(minlength=ROWS) * (0.37 * before.norm(dim=1)).clamp(min=1e-3)
+        factor = (limit / before.grad.norm(dim=1)).clamp(max=1).nan_to_num(0)
+        torch.testing.assert_close(shard.tensor, before - 0.1 * factor[:, None] * before.grad)
+    assert 0 < handle.stats()["t"].clipped_share < 1
+
+
+@pytest.mark.parametrize("bags", [True, False])
 @pytest.mark.parametrize("absent_rows", ["lazy", "replay"])
-def test_evicted_rows_lose_their_moments(absent_rows: str) -> None:
+def test_evicted_rows_lose_their_moments(absent_rows: str, bags: bool) -> None:
     """Their moments are zero when TorchRec has evicted them, and the others' are as they were."""
-    model = sharded()
+    model = sharded(bags)
     optimizer = EmbeddingAdam(model, AdamConfig(lr=0.1, absent_rows=absent_rows), CowClip())
     (adam,), collection, evicted = optimizer.lookups, model.module.mc, []
     evict = collection._evict
@@ -349,9 +389,7 @@ def test_evicted_rows_lose_their_moments(absent_rows: str) -> None:
 
     collection._evict = watched
     for step in range(40):
-        ids = 40 * step + torch.randint(12, (12,), generator=torch.Generator().manual_seed(step))
-        looked_up, _ = collection(KeyedJaggedTensor(["f"], ids, lengths=torch.ones(12, dtype=torch.int64)))
-        looked_up.wait().values().sum().backward()
+        looked_up(model, step)[0].sum().backward()
     assert sum(evicted) > 10
     optimizer.remove()
     assert "reset_embedding_weight_momentum" not in vars(adam.lookup.module)
