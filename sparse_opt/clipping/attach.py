@@ -237,6 +237,11 @@ class _ClipInBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         indices, offsets, given, weights = ctx.saved_tensors
         bags = LookupBags(indices, offsets, ctx.blocks, ctx.size)
+        if ctx.clipped.accumulation.passes > 1:
+            raise RuntimeError(
+                "accumulate(n) was called between a forward pass and its backward pass, which would take a step of its"
+                " own; call it before the first forward pass of a step"
+            )
         ctx.clipped.check_backward(ctx)
         settings, factors = ctx.settings, None
         unscaled = settings.loss_scale.unscaled(ctx.clipped, LookupBackward(bags, given, grads[0]))

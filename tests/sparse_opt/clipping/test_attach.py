@@ -528,6 +528,35 @@ def test_an_interrupted_step_begins_anew(optimizer: str, monkeypatch: pytest.Mon
     backward(model)
 
 
+@pytest.mark.parametrize("case", [TWO_LOOKUPS, small_problem(max_ids=1)])
+def test_accumulating_after_the_forward_is_refused(case: Problem) -> None:
+    """Under EmbeddingAdam it is not too late."""
+    model, handle = attached("sgd", 1, case)
+    loss, before = model(batches_of(case)[0][0])[0], state_of(model)
+    handle.accumulate(2)
+    with pytest.raises(RuntimeError, match=r"between a forward pass and its backward.*before the first forward pass of"):
+        loss.backward()
+    assert_equal(state_of(model), before)
+
+
+def test_statistics_are_of_one_step_while_another_thread_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = small_problem(**ONE_TABLE)
+    model = sharded_model(case)
+    handle = attach_cowclip(model, RULE)
+    results = []
+    for step in range(2):
+        train_step(case, model, step)
+        (lookup,) = handle._lookups
+        results.append((lookup.statistics.latest, handle.latest_ratios()["t0"], handle.stats()["t0"].median_ratio))
+    (first, ratios, median), (second, *_) = results
+    assert len(first.ratio) != len(second.ratio)
+    read = cycle([first, second])  # as if a step came between any two reads
+    monkeypatch.setattr(ClipStatistics, "latest", property(lambda _: next(read)), raising=False)
+    assert torch.equal(handle.latest_ratios()["t0"], ratios)
+    next(read)
+    assert handle.stats()["t0"].median_ratio == median
+
+
 @by_optimizer
 def test_tables_change_in_the_last_pass_alone(optimizer: str) -> None:
     """Loading a state drops what waits."""
