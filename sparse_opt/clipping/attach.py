@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -201,14 +202,15 @@ def _fused_step(settings: _Settings, clipped: ClippedLookup, forward: Forward, b
     inputs = {"indices": bags.indices, "offsets": bags.blocks.first_bag if clipped.lookup.is_sequence else bags.offsets}
     if backward.id_weights is not None:
         inputs["per_sample_weights"] = backward.id_weights
-    passes, own.passes, latest = own.passes, 1, clipped.latest_backward
+    passes, own.passes, latest, thread = own.passes, 1, clipped.latest_backward, clipped.forward_thread
     try:
         with torch.enable_grad():
             unscaled = replace(settings, loss_scale=LossScale(GradScaler(enabled=False)))
             output = _look_up(unscaled, clipped, forward, inputs)
         output.backward(backward.output_grad.to(output.dtype))
     finally:
-        own.passes, clipped.latest_backward = passes, latest  # not that of the backward pass within this one
+        own.passes = passes
+        clipped.latest_backward, clipped.forward_thread = latest, thread  # not those of the pass within this one
 
 
 class _ClipInBackward(torch.autograd.Function):
@@ -228,7 +230,7 @@ class _ClipInBackward(torch.autograd.Function):
         check: StepCheck | None,
     ) -> Tensor:
         ctx.save_for_backward(indices, offsets, given, weights)
-        ctx.blocks, ctx.size = bags.blocks, bags.size
+        ctx.blocks, ctx.size, ctx.thread = bags.blocks, bags.size, get_ident()
         ctx.clipped, ctx.settings, ctx.check = clipped, settings, check
         return in_same_memory(ctx, output)
 

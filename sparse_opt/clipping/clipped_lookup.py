@@ -33,6 +33,7 @@ class ClippedLookup:
         statistics: clip statistics.
         column_partners: process groups in which the ranks with columns of its rows agree; see :func:`column_partners`.
         latest_backward: torch's number of the latest ``backward()`` that reached it; -1 before the first.
+        forward_thread: the thread of the forward pass before it, which is the one that trains; None before the first.
         in_torch: work on its rows in torch, which every lookup can do.
         rows: the back end.
 
@@ -54,6 +55,7 @@ class ClippedLookup:
         self.limits = TableLimits(lookup, rules, clip_columns)
         self.statistics = ClipStatistics(lookup)
         self.latest_backward, self.column_partners = -1, column_partners(lookup, groups or {})
+        self.forward_thread: int | None = None
         adds_up = rules.scope == "row" and self.limits.clipped_column_shards
         columns = ColumnShards(lookup, self.layout, groups or {}, adds_up) if adds_up else None
         kernels = TritonRows if weights.is_cuda else NumbaRows
@@ -71,7 +73,7 @@ class ClippedLookup:
         """Warns in the second backward pass of one ``backward()``, unless passes are accumulated, or of one forward.
 
         Args:
-            context: of the autograd function whose backward it is.
+            context: of the autograd function whose backward it is, with the ``thread`` of its forward.
 
         Raises:
             RuntimeError: the pass is traced and not run; or it is the second of one forward and accumulated.
@@ -97,7 +99,7 @@ class ClippedLookup:
                 stacklevel=2,
             )
         backward, earlier = torch._C._current_graph_task_id(), self.latest_backward
-        self.latest_backward = backward
+        self.latest_backward, self.forward_thread = backward, context.thread
         if backward == earlier and self.accumulation.passes == 1:
             warnings.warn(
                 "the model was called several times in one loss: the gradient of each call is clipped by itself, and"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -238,6 +239,8 @@ def _guard(
                 " EmbeddingAdam; call remove() before, and attach again after. For EmbeddingAdam save its state_dict()"
                 " before, and load it into the new one"
             )
+        if not torch.is_grad_enabled() or all(each.forward_thread != get_ident() for each in lookups):
+            return  # an evaluation, perhaps within a backward pass of another thread
         waiting = {each.accumulation.waiting for each in lookups}
         if len(waiting) > 1:
             raise RuntimeError(
@@ -416,7 +419,7 @@ class _RunInBackward(torch.autograd.Function):
         run: Run,
     ) -> Tensor:
         ctx.save_for_backward(bags.indices, bags.offsets, id_weights)
-        ctx.blocks, ctx.size, ctx.ids = bags.blocks, bags.size, ids
+        ctx.blocks, ctx.size, ctx.ids, ctx.thread = bags.blocks, bags.size, ids, get_ident()
         ctx.clipped, ctx.loss_scale, ctx.run, ctx.parameter_shape = clipped, loss_scale, run, parameter.shape
         return in_same_memory(ctx, output)
 

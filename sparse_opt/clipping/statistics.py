@@ -125,7 +125,8 @@ class ClipStatistics:
 
     def latest_ratios(self) -> dict[str, Tensor]:
         """``||g|| / limit`` of each row of the latest step, float32, by table name; waits for the device."""
-        ratio, table = self.latest.ratio.cpu(), self.latest.table.cpu()
+        latest = self.latest  # of one step, though another thread may train meanwhile
+        ratio, table = latest.ratio.cpu(), latest.table.cpu()
         return {
             shard.name: ratio[table == index]
             for index, shard in enumerate(self._lookup.shards)
@@ -157,10 +158,11 @@ class ClipStatistics:
 
     def _medians(self) -> Tensor:
         """Lower median of each table's latest ratios, [tables]; NaN without rows."""
-        if not self.latest.ratio.numel():
+        latest = self.latest  # as above
+        if not latest.ratio.numel():
             return torch.full_like(self._rows, nan, dtype=torch.float32)
-        ratios, by_ratio = self.latest.ratio.sort()
-        tables, by_table = self.latest.table[by_ratio].sort(stable=True)
+        ratios, by_ratio = latest.ratio.sort()
+        tables, by_table = latest.table[by_ratio].sort(stable=True)
         ratios = ratios[by_table]
         bounds = torch.searchsorted(tables, torch.arange(len(self._rows) + 1, device=tables.device).to(tables.dtype))
         first, end = bounds[:-1], bounds[1:]

@@ -54,7 +54,6 @@ class CollectionAdam:
         self.collection, self._config, self._column_ranks = collection, config, column_ranks
         self._group = process_group_of(collection)
         self._step_hook: RemovableHandle | None = None
-        self._training_thread: int | None = None
         self._state_hooks: list[RemovableHandle] = []
         # The parameters of a rank without tables are placeholders on the CPU.
         device = clipped[0].lookup.flat_weights().device if clipped else collection._device
@@ -91,10 +90,8 @@ class CollectionAdam:
         self._hook_state()
 
     def _before_forward(self) -> None:
-        if torch.is_grad_enabled():
-            self._training_thread = get_ident()
         # To an evaluation in another thread lookups may be behind whose backward is still to come.
-        if self._training_thread in (None, get_ident()):
+        if any(adam.clipped.forward_thread == get_ident() for adam in self.lookups):
             self.complete_step()
 
     def unhook(self) -> None:

@@ -6,6 +6,7 @@ and in test_plans.py, that accumulated passes, also without samples, are one ove
 
 import re
 from inspect import signature
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from cowrec.sparse_opt import (
     detach_cowclip,
 )
 from cowrec.sparse_opt.clipping.clipped_lookup import Accumulation, ClippedLookup
+from cowrec.sparse_opt.clipping.statistics import ClipStatistics
 from cowrec.sparse_opt.clipping.table_rules import TableRules, table_rules
 from cowrec.sparse_opt.kernels.layout import LookupBackward
 from cowrec.sparse_opt.tbe.discovery import find_lookups

@@ -202,19 +202,27 @@ def test_backwards_of_one_forward_are_warned_of_and_not_accumulated(optimizer: s
         backward_twice()
 
 
-@pytest.mark.parametrize("optimizer", ["lazy", "replay"])
-def test_evaluation_in_another_thread_changes_no_bit(optimizer: str) -> None:
-    case = small_problem(**SMALL | {"rows": (4000, 3000)}, batch=64, steps=30)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("with_grad", "passes"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_evaluation_in_another_thread_changes_no_bit(optimizer: str, with_grad: bool, passes: int) -> None:
+    """A new thread computes gradients unless it is told not to."""
+    case = small_problem(**SMALL | {"rows": (4000, 3000)}, pooling="sum,mean", batch=64, steps=30)
 
     def train(evaluates: bool) -> dict[str, np.ndarray]:
-        ended = threading.Event()
-        model = started(case, OPTIMIZERS[optimizer])
+        ended, errors = threading.Event(), list[Exception]()
+        model, adam = sharded_model(case), OPTIMIZERS[optimizer]
+        handle = EmbeddingAdam(model, adam, RULE) if adam else attach_cowclip(model, RULE)
+        handle.accumulate(passes)
         batches = [batch for (batch,) in batches_of(case)]
 
         def evaluate() -> None:
-            while not ended.is_set():
-                with torch.no_grad():
-                    pooled(model, batches[-1])
+            try:
+                while not ended.is_set():
+                    with torch.set_grad_enabled(with_grad):
+                        pooled(model, batches[-1])
+            except Exception as error:
+                errors.append(error)
 
         with torch.no_grad():
             pooled(model, batches[0])  # TorchRec sets itself up in the first forward
@@ -228,6 +236,7 @@ def test_evaluation_in_another_thread_changes_no_bit(optimizer: str) -> None:
             ended.set()
             if evaluates:
                 other.join()
+        assert not errors
         return state_of(model)
 
     assert_equal(train(True), train(False))
