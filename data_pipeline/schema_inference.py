@@ -43,6 +43,7 @@ POSITIVE = ("yes", "y", "true", "t", "positive", "pos", "click", "clicked", "con
             "purchased", "buy", "bought", "like", "liked", "paid", "won", "success", "accepted",
             "subscribed")  # fmt: skip
 NEGATION = r"(no|not|non|un|never)[\s_-]*"
+WEIGHT_NAMES = ("weight", "weights", "sample_weight", "sample_weights")
 UNSURE_RULE = "  # unsure: which values are positive?"
 RESERVED = (LABEL, TIME, TRUE_LOGIT, SAMPLE_WEIGHT, SAMPLE_NUMBER)
 
@@ -253,7 +254,7 @@ class RawSample:
         rows: values as text, empty where null; None for a list.
         delimiter, quote, header: as in a schema file; of Parquet and Arrow files the defaults.
         notes: what is unsure.
-        types: what the types of columns say: "time", a kind of lists, or a type that has neither numbers nor ids.
+        types: what the types of columns say: "time", "id", a kind of lists, or a type that has neither numbers nor ids.
         path: the file, the first one of a folder.
         whole: True if these are all rows of the only file.
         partition: further columns that the folders of all files give, with a value of each file, see `partition_of`.
@@ -278,13 +279,13 @@ def read_sample(path: str | os.PathLike[str], label: str = "") -> RawSample:
     """
     files = find_inputs([os.fspath(path)])
     source, types = look(files[0])
-    found = _text_sample(source.path, label) if types is None else _table_sample(source, types)
+    found = _text_sample(source.path, label) if types is None else _table_sample(source, types, label)
     values = [dict(partition_of(file)) for file in files]
     partition = {name: [each.get(name) or "" for each in values] for name in values[0] if name not in found.columns}
     return replace(found, path=source.path, whole=found.whole and len(files) == 1, partition=partition)
 
 
-def _table_sample(source: Source, types: pa.Schema) -> RawSample:
+def _table_sample(source: Source, types: pa.Schema, label: str) -> RawSample:
     batches, rows = list[pa.RecordBatch](), 0
     with naming_file(source.path), closing(open_groups(source.path, source.format)) as file:
         for batch in file.iter_batches(SAMPLE_ROWS):  # an Arrow file may have batches of a few rows
@@ -294,7 +295,23 @@ def _table_sample(source: Source, types: pa.Schema) -> RawSample:
     table = pa.Table.from_batches(batches, batches[0].schema if batches else types).slice(0, SAMPLE_ROWS)
     columns = [_texts(column) for column in table.columns]
     said = {each.name: _said(each.type) for each in types}
+    # Text beside numbers is no number. Where no field is one, whoever wrote the file may have kept no types.
+    of_fields = [each.type for each in types if each.name != label and each.name.lower() not in LABEL_NAMES]
+    keeps_types = any(map(_is_number, of_fields))
+    by_pandas = (types.pandas_metadata or {}).get("columns", ())  # Parquet keeps categories of text alone
+    categories = {each.get("field_name") for each in by_pandas if each.get("pandas_type") == "categorical"}
+    for each in types:
+        if each.name in categories or pa.types.is_dictionary(each.type) or (keeps_types and _is_text(each.type)):
+            said[each.name] = said[each.name] or "id"
     return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)), types=said, whole=rows <= SAMPLE_ROWS)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def _said(kind: pa.DataType) -> str:
@@ -456,6 +473,12 @@ ID_NAME = re.compile(
     r"|visitor|session|member|client|account|song|artist|book|author|video|publisher|adgroup|segment|seg)(ids?)?)$"
     r"|(?<=[a-z0-9])(Id|ID)s?$"
 )
+AMOUNT_NAME = re.compile(r"(^|_)(num|nb|n|no_of|per|count|total|sum|avg|mean|amount|spend|price|cost|since)_", re.I)
+"""Of a number of what follows, or of an amount for each."""
+EXPLICIT_NAME = re.compile(r"(id|uid|gid|code|zip|zipcode|type|category|cat|gender|key|hash|ip)$", re.I)
+SPAN_NAME = re.compile(r".(hour|day|month)s?$|^(hours|days|months)$", re.I)
+MOST_SPANS = 366
+"""Distinct hours, days or months up to which they may be those of a calendar; more are a time that has passed."""
 WHOLE = re.compile(r"[+-]?[0-9]+(\.0*)?")
 NOTATION = re.compile(r"[+-]?[$€£¥]? ?[+-]?([0-9]{1,3}([., '][0-9]{3})+|[0-9]+)([.,][0-9]+)? ?[%$€£¥]?")
 """Numbers as people write them: with signs of currencies, separators of thousands, a decimal comma."""
@@ -465,6 +488,8 @@ DATE_DIGITS = re.compile(
     r"(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])(([01][0-9]|2[0-3])([0-5][0-9]){0,2})?"
 )
 """YYYYMMDD, followed by HH, HHMM or HHMMSS or not; those with hours are Unix seconds of the years from 2030 on too."""
+DATE_TEXT = re.compile(r"([A-Za-z]{3},? )?[0-9]{1,4}([/.-][0-9]{1,2}[/.-]| ?[A-Z][a-z]{2,8} ?)[0-9]{2,4}")
+"""How dates as people write them begin."""
 
 
 @dataclass
@@ -497,7 +522,7 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "", scope:
     if said in ("multi", "weighted"):
         keys = {"separator": "|"} | ({"weight_separator": ":"} if said == "weighted" else {})
         return Guess(said, keys, why="lists; separators apply to text only" + ORDERED * (said == "multi"))
-    if said not in ("", "time") or (values and values[0] is None):
+    if said not in ("", "time", "id") or (values and values[0] is None):
         return Guess(why=said or "bytes that are not UTF-8")
     texts = [value or "" for value in values]
     markers = tuple(sorted({text for text in texts if text and text.lower() in LOOKS_MISSING}))
@@ -508,13 +533,14 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "", scope:
     if re.fullmatch(r"__index_level_[0-9]+__", name):
         guess.why = "the index of a pandas data frame"
         return guess
-    if said:
+    if said == "time":
         guess.is_time, guess.why = bool(distinct), "a time"
         return guess
     if len(distinct) < 2:
         guess.why = ("one value only" if distinct else "no value at all") + scope
         return guess
-    if all(NUMBER_PATTERN.fullmatch(text) and math.isfinite(float(text)) for text in distinct):
+    is_number = all(NUMBER_PATTERN.fullmatch(text) and math.isfinite(float(text)) for text in distinct)
+    if is_number and not (said == "id" and all(WHOLE.fullmatch(text) for text in distinct)):
         _guess_number(guess, name, known)
     else:
         _guess_text(guess, known)
@@ -526,30 +552,42 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "", scope:
     # A number is a valid time too: of Unix seconds.
     numbers = [float(text) for text in distinct if NUMBER_PATTERN.fullmatch(text)]
     dated = all(DATE_DIGITS.fullmatch(text) for text in distinct)
-    if dated and TIME_NAME.search(name):
+    unread = all(DATE_TEXT.match(text) for text in distinct) and not _are_times(distinct)
+    if (dated or unread) and TIME_NAME.search(name):
         guess.why += f"; unsure: seem to be times, but {distinct[0]} is not read as one; write it as 2014-10-21T07:00"
     # Unix seconds of the years from 1973 to 2099.
     lately = len(numbers) == len(distinct) and min(numbers) > 10**8 and max(numbers) < 4.1e9 and not dated
     if not guess.missing and (not numbers or (TIME_NAME.search(name) and lately)):
-        guess.is_time = not as_times(pa.array(list(distinct), pa.string()), "timestamp")[1].any()
+        guess.is_time = _are_times(distinct)
     return guess
+
+
+def _are_times(texts: Sequence[str]) -> bool:
+    return not as_times(pa.array(list(texts), pa.string()), "timestamp")[1].any()
 
 
 def _guess_number(guess: Guess, name: str, known: Sequence[str]) -> None:
     distinct, rows = guess.distinct, len(known)
     integers = all(WHOLE.fullmatch(text) for text in distinct)
+    dated = all(DATE_DIGITS.fullmatch(text) for text in distinct)
+    passed = SPAN_NAME.search(name) and len(distinct) > MOST_SPANS and not dated
+    counted = AMOUNT_NAME.search(name) and not EXPLICIT_NAME.search(name)
+    is_id = ID_NAME.search(name) and not passed and not counted
+    too_large = integers and max(abs(float(text)) for text in distinct) >= EXACT_INTEGERS[64]
     if any(re.fullmatch(r"0[0-9]+", text) for text in distinct):
         guess.kind, guess.why = "categorical", "digits with leading zeros"
-    elif integers and len(distinct) == rows > FEW_VALUES and (ID_NAME.search(name) or _consecutive(known)):
+    elif integers and len(distinct) == rows > FEW_VALUES and (is_id or too_large or _consecutive(known)):
         guess.kind, guess.why = "", "another number in each row, so it identifies the row"
-    elif integers and ID_NAME.search(name):
+    elif integers and is_id:
         guess.kind, guess.why = "categorical", f"{len(distinct)} different integers, and the name of an id"
-    elif integers and max(abs(float(text)) for text in distinct) >= EXACT_INTEGERS[64]:
+    elif too_large:
         guess.kind, guess.why = "categorical", "integers that are too large for numbers"
     elif integers and len(distinct) <= FEW_VALUES:
         guess.kind, guess.why = "categorical", f"unsure: {len(distinct)} different integers, codes or small numbers"
     else:
         guess.kind, guess.why = "numeric", "unsure: integers, amounts or ids" if integers else "numbers with decimals"
+        if name.lower() in WEIGHT_NAMES:
+            guess.why = f'unsure: weights of the samples? then remove it here, and add weight = "{name}" above'
 
 
 def _consecutive(known: Sequence[str]) -> bool:

@@ -1,6 +1,7 @@
 """Inferred schema files: any table's loads and prepares it; known columns are recognised; what is unsure is said."""
 
 import csv
+import json
 import lzma
 import re
 import shutil
@@ -273,7 +274,9 @@ def test_types_of_parquet_are_believed_and_nulls_are_bad_rows(tmp_path: Path) ->
     ("names", "kind"),
     [
         ("userId movieId SearchID AdID userid movieids visitorid itemid cms_segid ADID user_id", "categorical"),
+        ("hour day country ad", "categorical"),
         ("paid valid bid Grid humid covid AMID price", "numeric"),
+        ("num_ads spend_per_country n_items total_users", "numeric"),
     ],
 )
 def test_names_of_ids(tmp_path: Path, names: str, kind: str) -> None:
@@ -284,6 +287,47 @@ def test_names_of_ids(tmp_path: Path, names: str, kind: str) -> None:
     text, _, found = inferred(tmp_path / "raw.csv")
     assert found == dict.fromkeys(columns, kind)
     assert ("# unsure: training needs a field of ids" in text) == (kind == "numeric")
+
+
+def test_hours_and_days_that_passed_are_amounts(tmp_path: Path) -> None:
+    """More of them than a year has days; dates of several years are ids."""
+    days = pa.array([n % 1000 for n in range(3000)])
+    dates = [f"{2001 + n % 4}{1 + n % 12:02d}{1 + n % 28:02d}" for n in range(3000)]
+    columns = {"click": [n % 2 for n in range(3000)], "account_age_days": days, "hours": days, "day": days}
+    pq.write_table(pa.table(columns | {"signup_day": list(map(int, dates))}), tmp_path / "raw.parquet")
+    kinds = {"account_age_days": "numeric", "hours": "numeric", "day": "categorical", "signup_day": "categorical"}
+    assert inferred(tmp_path / "raw.parquet")[2] == kinds
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_integers_of_types_for_text_are_ids(tmp_path: Path, typed: bool) -> None:
+    """Where the file has numbers too; unless it does, text may be how its writer keeps all values."""
+    values = [n % 50 for n in range(200)]
+    text = pa.array(map(str, values))
+    columns = {"click": [n % 2 for n in range(200)], "text": text, "fraction": pa.array(f"{n}.5" for n in values)}
+    columns |= {"dictionary": text.dictionary_encode(), "number": values if typed else text}
+    columns |= {"of_integers": pa.array(values).dictionary_encode()} if typed else {}
+    of_pandas = {"columns": [{"field_name": "of_integers", "pandas_type": "categorical"}]}  # as to_parquet writes it
+    table = pa.table(columns).replace_schema_metadata({"pandas": json.dumps(of_pandas)})
+    pq.write_table(table, tmp_path / "raw.parquet")
+    _, _, found = inferred(tmp_path / "raw.parquet")
+    ids = ["dictionary", "of_integers", *["text"] * typed]
+    assert found == {name: "categorical" if name in ids else "numeric" for name in columns if name != "click"}
+
+
+def test_unsure_numbers_and_times(tmp_path: Path) -> None:
+    """Large numbers that are all different identify the row, as the same numbers as text do."""
+    rows = [
+        f"{n % 2},{n % 3}.5,{10**17 + 7 * n**2},{10**17 + 7 * n**2:x},2019-10-{1 + n % 28:02d} 00:00:{n % 60:02d} UTC,"
+        f"{1 + n % 12}/{1 + n % 28}/2024"
+        for n in range(300)
+    ]
+    (tmp_path / "raw.csv").write_text("\n".join(["click,weight,request,as_text,event_time,date", *rows]))
+    text, layout, found = inferred(tmp_path / "raw.csv")
+    assert found == {"weight": "numeric", "date": "categorical"}
+    assert layout.time == "event_time"
+    assert 'unsure: weights of the samples? then remove it here, and add weight = "weight" above' in text
+    assert "unsure: seem to be times, but 1/1/2024 is not read as one; write it as 2014-10-21T07:00" in text
 
 
 NUMERIC = {"2020": "numeric"}

@@ -120,6 +120,11 @@ def fit(
             logger.warning("the label is a guess: %s, but %s; name the right one as `label`", *guess.groups())
         if unsure:
             logger.warning("which values of the label are positive is a guess: %s; see %s", unsure[1], schema_file)
+        if guesses := re.findall(r'name = ("[^"]*").*?kind = "(numeric|categorical)".*?# unsure: (.*)', text):
+            shown = "; ".join(f"{name} is {kind} ({why})" for name, kind, why in guesses[:5]) + "; ..." * (
+                len(guesses) > 5
+            )
+            logger.warning("some kinds of fields are guesses: %s; see %s", shown, schema_file)
         if left_out:
             logger.warning("not used as fields: %s; see %s", "; ".join(left_out), schema_file)
     data = folder / FITTED if data_dir is None else data_dir
