@@ -80,7 +80,7 @@ TIME_RULES = {
 }
 
 _ISO = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?)?"
-_ZONED = _ISO + r"(Z|[+-][0-9]{2}(:?[0-9]{2})?)$"
+_ZONED = _ISO + r"(Z| UTC|[+-][0-9]{2}(:?[0-9]{2})?)$"
 _LOCAL = _ISO + "$"
 _HOUR = r"^[0-9]{8}$"
 
@@ -121,7 +121,7 @@ def _seconds(numbers: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 def _parse_iso(text: pa.Array, pattern: str, *, zoned: bool) -> pa.Array:
     """Converts ISO 8601 to float64 [R]; null where the text does not match or is no day of the calendar."""
     kind = pa.timestamp("s", "UTC" if zoned else None)
-    seconds = pc.replace_substring_regex(text, r"\.[0-9]+", "")
+    seconds = pc.replace_substring_regex(pc.replace_substring_regex(text, r"\.[0-9]+", ""), " UTC$", "Z")
     text = pc.if_else(pc.match_substring_regex(text, pattern), seconds, pa.scalar(None, text.type))
     try:
         stamps = text.cast(kind)
