@@ -146,6 +146,33 @@ class Quality:
         return dataclasses.replace(self, calibration_bins=None)
 
 
+WORSE, PERFECT = 0.003, 0.99
+"""What AUC must have lost since an earlier epoch, and what it must reach, for a remark."""
+
+
+def auc_remark(values: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) -> str | None:
+    """A sentence for a run whose AUC fell in later epochs, or is too good to be true; None for others.
+
+    Args:
+        values: measures of the report, of the test split.
+        epochs: of the validation samples or of the test split after each epoch.
+    """
+    if values["auc"] > PERFECT:
+        return (
+            f"AUC is {values['auc']:.4f}: perhaps a field says what the label is, and is not known before the label;"
+            " cowrec evaluate --importance tells which fields the model uses"
+        )
+    key = "validation_auc" if "validation_auc" in values else "auc"
+    best = max(epochs, key=lambda each: -1.0 if math.isnan(each[key]) else float(each[key]))
+    if not best[key] - values[key] > WORSE:
+        return None
+    return (
+        f"AUC was {best[key]:.4f} after epoch {best['epoch']}, and is {values[key]:.4f} now: later epochs learn the"
+        f" training samples by heart; set train.epochs = {best['epoch']}, or hold out samples and stop early:"
+        " train.validation_fraction = 0.1, train.patience = 1"
+    )
+
+
 def calibration_remark(values: Mapping[str, Any]) -> str | None:
     """A sentence for a run whose predictions of the newest test samples are off by more than a tenth, and by chance
     alone hardly would be; None for others, and for splits that are not by time.

@@ -31,7 +31,7 @@ from cowrec.trainer.config.run import (
 )
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import clip_remark
-from cowrec.trainer.measures.quality import calibration_remark, require_distinct_measures
+from cowrec.trainer.measures.quality import auc_remark, calibration_remark, require_distinct_measures
 from cowrec.trainer.measures.segments import id_count_thirds
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, WriteFiles, best_epoch
 from cowrec.trainer.runs.metrics_log import MetricsLog
@@ -150,7 +150,7 @@ class _EpochRun:
             quality = self.final_quality(log)
             log.write("report", self.trainer.steps, **quality)
         report = self.report(quality)
-        for remark in filter(None, (report["clip_remark"], report["calibration_remark"])):
+        for remark in filter(None, (report[each] for each in ("auc_remark", "clip_remark", "calibration_remark"))):
             self.say(remark)
         return report
 
@@ -318,6 +318,7 @@ class _EpochRun:
         best_possible = self.plan.schema.best
         return {
             **quality,
+            "auc_remark": auc_remark(quality, self.epochs),
             "calibration_remark": calibration_remark(quality),
             "samples_per_second": self.speed.samples / self.speed.seconds if self.speed.seconds else nan,
             "train_seconds": self.speed.seconds,

@@ -25,7 +25,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from commands.command_line import Cowrec
 from cowrec.data_pipeline import PrepareConfig, Schema, SynthesizeConfig, prepare, synthesize
 from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, WEIGHT_SUFFIX
-from cowrec.trainer.measures.quality import Samples, calibration_remark, group_aucs, measure
+from cowrec.trainer.measures.quality import Samples, auc_remark, calibration_remark, group_aucs, measure
 from cowrec.trainer.reports.text_table import quality_tables
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from history_cases import make_histories
@@ -401,3 +401,14 @@ def test_groups_of_very_different_weights_are_measured_as_alone() -> None:
         both = len(set(label[own])) == 2
         expected = roc_auc_score(label[own], logits[own], sample_weight=weight[own]) if both else math.nan
         assert found == pytest.approx(expected, abs=1e-9, nan_ok=True)
+
+
+def test_remarks_on_auc() -> None:
+    """On later epochs that are worse, of the validation samples where there are some; on what is too good to be true."""
+    nan, text = math.nan, "AUC was 0.7100 after epoch 2, and is 0.7000 now: .* set train.epochs = 2, or hold out"
+    for key in ("auc", "validation_auc"):
+        epochs = [{"epoch": n + 1, key: auc} for n, auc in enumerate((nan, 0.71, 0.7))]
+        assert re.match(text, auc_remark({"auc": 0.6, key: 0.7}, epochs) or "")
+        assert auc_remark({"auc": 0.6, key: 0.7075}, epochs) is None
+    assert auc_remark({"auc": nan}, [{"epoch": 1, "auc": nan}]) is None
+    assert "AUC is 0.9999: perhaps a field says" in (auc_remark({"auc": 0.99991}, [{"epoch": 1, "auc": 1.0}]) or "")
