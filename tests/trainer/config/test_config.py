@@ -200,7 +200,9 @@ def test_a_batch_size_of_auto_is_the_largest_that_leaves_200_steps(tmp_path: Pat
 
     assert samples == 100 or warning(size, epochs) == ""
     text = warning(1 << 20, epochs)
-    smaller, more = map(int, re.findall(r"set train.batch_size to (\d+), or train.epochs to (\d+)", text)[0])
+    smaller, more = map(
+        int, re.findall(r"set train.batch_size to (\d+), or train.epochs to (\d+) together with", text)[0]
+    )
     cases = ((2 * smaller, epochs), (smaller, epochs), (1 << 20, more - 1), (1 << 20, more))
     assert [bool(warning(*each)) for each in cases] == [True, False, True, False]
 
