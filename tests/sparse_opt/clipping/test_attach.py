@@ -536,7 +536,9 @@ def test_accumulating_after_the_forward_is_refused(case: Problem) -> None:
     model, handle = attached("sgd", 1, case)
     loss, before = model(batches_of(case)[0][0])[0], state_of(model)
     handle.accumulate(2)
-    with pytest.raises(RuntimeError, match=r"between a forward pass and its backward.*before the first forward pass of"):
+    with pytest.raises(
+        RuntimeError, match=r"between a forward pass and its backward.*before the first forward pass of"
+    ):
         loss.backward()
     assert_equal(state_of(model), before)
 
