@@ -340,6 +340,7 @@ class _RequestEncoder:
         self._bound = np.array([[bound(field)] for field in encoder.dense]).reshape(-1, 1)
         self._dtype = np.int64 if schema.has_raw_ids else np.int32
         self._quantile = [index for index, field in enumerate(encoder.dense) if field.transform == "quantile"]
+        self._missing = [index for index, field in enumerate(encoder.dense) if field.transform == "missing"]
 
     def encode(self, samples: Sequence[Mapping[str, Any]]) -> SampleBlock:
         """Encodes samples that are all good; labels are NaN, times are unknown.
@@ -392,6 +393,7 @@ class _RequestEncoder:
         result = np.where(self._minmax, scaled, np.where(self._log, logs, present))
         for index in self._quantile:
             result[index] = scores(self._encoder.dense[index], raw[index])
+        result[self._missing] = np.isnan(raw[self._missing])
         return bounded(result, self._bound)
 
     def _ids_of(

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from cowrec.data_pipeline.dataset.schema import (
     KEPT_PREFIX,
     MISSING,
+    MISSING_SUFFIX,
     OUT_OF_VOCABULARY,
     RESERVED_ROWS,
     SAMPLE_NUMBER,
@@ -461,14 +462,19 @@ class NumberStatistics:
     Attributes:
         minimum, maximum: range, with missing values taken as 0.
         counts: of the numbers that are not missing; None where the transform takes the range alone.
+        rows, missing: numbers, and how many of them are missing.
     """
 
     minimum: float = np.inf
     maximum: float = -np.inf
     counts: ValueCounts | None = field(default_factory=ValueCounts)
+    rows: int = 0
+    missing: int = 0
 
     def add(self, values: np.ndarray) -> None:
         """Adds numbers, float64 [R], NaN where missing."""
+        self.rows += len(values)
+        self.missing += int(np.isnan(values).sum())
         if len(values):
             present = np.nan_to_num(values, nan=0.0)
             self.minimum = min(self.minimum, float(present.min()))
@@ -478,17 +484,29 @@ class NumberStatistics:
 
     def merge(self, other: "NumberStatistics") -> None:
         """Adds those of another part of the column."""
+        self.rows, self.missing = self.rows + other.rows, self.missing + other.missing
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
         if self.counts is not None and other.counts is not None:
             self.counts.merge(other.counts)
 
 
-def fitted(name: str, transform: DenseTransform, statistics: NumberStatistics) -> DenseField:
-    """Returns the field with its transform; "buckets" scales numbers like "minmax" and adds ids in another field."""
+OFTEN_MISSING = 0.01
+"""Share of missing values from which on "quantile" also tells where they are, which the middle does not."""
+
+
+def fitted(name: str, transform: DenseTransform, statistics: NumberStatistics) -> list[DenseField]:
+    """Returns the field with its transform; "buckets" scales numbers like "minmax" and adds ids in another field.
+
+    Under "quantile", a field of which numbers are often missing has another one that tells where.
+    """
     knots, levels = normal_scores(statistics.counts) if statistics.counts is not None else ([], [])
     kept = "minmax" if transform == "buckets" else transform
-    return DenseField(name, kept, statistics.minimum, statistics.maximum, name, tuple(knots), tuple(levels))
+    number = DenseField(name, kept, statistics.minimum, statistics.maximum, name, tuple(knots), tuple(levels))
+    tells = kept == "quantile" and OFTEN_MISSING * statistics.rows <= statistics.missing < statistics.rows
+    if not (tells and statistics.missing):
+        return [number]
+    return [number, DenseField(name + MISSING_SUFFIX, "missing", source=name)]
 
 
 def normal_scores(counts: ValueCounts) -> tuple[list[float], list[float]]:
@@ -514,6 +532,8 @@ def transformed(field: DenseField, values: np.ndarray) -> np.ndarray:
     Samples that the transform was not fitted on may leave [0, 1] under "minmax"; below the fitted minimum the
     logarithm is 0, and outside the fitted range the normal score is that of its end. No result is beyond `bound`.
     """
+    if field.transform == "missing":
+        return np.isnan(values).astype(np.float32)
     if field.transform == "quantile":
         return scores(field, values).astype(np.float32)
     present = np.nan_to_num(values, nan=0.0)

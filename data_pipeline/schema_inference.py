@@ -17,6 +17,7 @@ import pyarrow as pa
 from cowrec.data_pipeline.dataset.schema import (
     BUCKET_SUFFIX,
     LABEL,
+    MISSING_SUFFIX,
     SAMPLE_NUMBER,
     SAMPLE_WEIGHT,
     TIME,
@@ -219,8 +220,8 @@ def _field_lines(guesses: "Mapping[str, Guess]") -> tuple[list[str], list[str]]:
         name = column + "_" * column.endswith(WEIGHT_SUFFIX)
         while name in used or name.startswith(("label_", "kept_")):
             name = f"field_{name}"
-        # A numeric field may get a second one, of its buckets.
-        used |= {name, f"{name}{BUCKET_SUFFIX}", f"{name}{WEIGHT_SUFFIX}"}
+        # A numeric field may get a second one, of its buckets, or of where it has no value.
+        used |= {name, f"{name}{BUCKET_SUFFIX}", f"{name}{MISSING_SUFFIX}", f"{name}{WEIGHT_SUFFIX}"}
         keys = {"name": name, **({} if name == column else {"column": column}), "kind": guess.kind, **guess.keys}
         text = ", ".join(f"{key} = {_toml(value)}" for key, value in keys.items())
         fields.append(f"    {{{text}}},  # {_comment(guess.why)}{missing}")

@@ -34,6 +34,8 @@ WEIGHT_SUFFIX = "__weight"
 """Parquet column of a weighted field's weights: the field's name and this suffix."""
 BUCKET_SUFFIX = "_bucket"
 """Field of a numeric field's buckets: its name and this suffix."""
+MISSING_SUFFIX = "_missing"
+"""Field that is 1 where a numeric field has no value: its name and this suffix."""
 
 OUT_OF_VOCABULARY = 0
 """Embedding row shared by ids never seen in training or rarer than `min_count`."""
@@ -63,13 +65,14 @@ class DenseField:
         transform: "minmax": (x - minimum) / (maximum - minimum), 0 if both are equal; "log": log1p(max(x - minimum,
             0)); "none": x itself. In these a missing value is 0 before the transform. "quantile": `levels`,
             interpolated linearly between `knots`; outside of them that of the nearest; 0 for a missing value.
+            "missing": 1 for a missing value, else 0.
         minimum, maximum: range of the samples that the transform was fitted on, in raw units.
         source: the raw field.
         knots, levels: for "quantile": numbers in increasing order, and the normal score of each.
     """
 
     name: str
-    transform: Literal["quantile", "minmax", "log", "none"] = "none"
+    transform: Literal["quantile", "minmax", "log", "none", "missing"] = "none"
     minimum: float = 0.0
     maximum: float = 1.0
     source: str = ""

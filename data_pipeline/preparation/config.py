@@ -28,12 +28,13 @@ class PrepareConfig:
             dynamic id tables.
         dense: transform of numbers. "quantile": the normal quantile of a number's rank among those of training, so the
             result has mean 0 and deviation 1 whatever the column's distribution; beyond the least and the largest of
-            them it stays the same, and a missing value becomes 0, the middle. In the others a missing value is 0 before
-            the transform. "minmax": (x - minimum) / (maximum - minimum), which leaves the numbers of a heavy-tailed
-            column nearly equal. "log": log1p(x - minimum), for counts and amounts that begin near 0; below the minimum
-            it is 0. "buckets": as minmax, with the logarithmic bucket of each number, floor(log(x)^2) above 2 and
-            otherwise x rounded down, also as a categorical field `<name>_bucket`; for integers. "none": the number
-            itself. A field of a schema file may set its own `transform`.
+            them it stays the same, and a missing value becomes 0, the middle; where 1 % or more are missing, a second
+            field `<name>_missing` is 1 there. In the others a missing value is 0 before the transform. "minmax": (x -
+            minimum) / (maximum - minimum), which leaves the numbers of a heavy-tailed column nearly equal. "log":
+            log1p(x - minimum), for counts and amounts that begin near 0; below the minimum it is 0. "buckets": as
+            minmax, with the logarithmic bucket of each number, floor(log(x)^2) above 2 and otherwise x rounded down,
+            also as a categorical field `<name>_bucket`; for integers. "none": the number itself. A field of a schema
+            file may set its own `transform`.
         fit_on: samples that the transforms are fitted on: "train", or "all" to reproduce published numbers.
             Vocabularies always use the training samples.
         split: how samples are divided into the splits train, validation and test. "random": by number and seed.

@@ -102,7 +102,9 @@ def fit(
     _check_training(total, layout, ledger)
     if plan.split.kind == "order":
         total.order.report()
-    dense = tuple(fitted(each.name, _transform(each, config), numbers[each.name]) for each in numeric)
+    dense = tuple(
+        field for each in numeric for field in fitted(each.name, _transform(each, config), numbers[each.name])
+    )
     by_name = {each.name: each for each in layout.fields}
 
     def finished(each: SparseField) -> Vocabulary:

@@ -21,6 +21,7 @@ from cowrec.data_pipeline.dataset.schema import (
     KEPT_PREFIX,
     LABEL,
     LABEL_PREFIX,
+    MISSING_SUFFIX,
     SAMPLE_NUMBER,
     SAMPLE_WEIGHT,
     TIME,
@@ -266,8 +267,11 @@ class Layout:
         taken |= {KEPT_PREFIX + name: f"the column {name!r} that is kept" for name in self.keep}
         if len(self.labels) > 1:
             taken |= {LABEL_PREFIX + label.name: f"the label {label.name!r}" for label in self.labels}
-        numeric = [each for each in self.fields if each.kind == "numeric" and (each.transform or dense) == "buckets"]
-        taken |= {each.name + BUCKET_SUFFIX: f"the buckets of field {each.name!r}" for each in numeric}
+        for each in (each for each in self.fields if each.kind == "numeric"):
+            if (each.transform or dense) == "buckets":
+                taken[each.name + BUCKET_SUFFIX] = f"the buckets of field {each.name!r}"
+            if (each.transform or dense) == "quantile":
+                taken[each.name + MISSING_SUFFIX] = f"where field {each.name!r} has no value"
         for name in [field.name for field in self.fields if field.name in taken]:
             raise ValueError(
                 f"field {name!r}: this name is reserved for {taken[name]}; choose another, and give the raw name as"

@@ -23,6 +23,7 @@ from cowrec.data_pipeline.encoding import (
 )
 from cowrec.data_pipeline.hashing import string_buffers
 from raw_cases import prepare_text, read_split
+from refusal import refused
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -71,7 +72,10 @@ def test_the_quantile_transform_gives_normal_scores(values):
     present = column[~np.isnan(column)]
     statistics = NumberStatistics()
     statistics.add(column)
-    field = fitted("x", "quantile", statistics)
+    field, *others = fitted("x", "quantile", statistics)
+    assert [each.name for each in others] == ["x_missing"] * (0 < len(present) < len(column))
+    for each in others:
+        np.testing.assert_array_equal(transformed(each, column), np.isnan(column))
     expected = norm.ppf((rankdata(present) - 0.5) / max(len(present), 1))
     found = transformed(field, column)
     np.testing.assert_allclose(found[~np.isnan(column)], expected, atol=1e-6)
@@ -84,7 +88,8 @@ def test_heavy_tails_become_normal():
     values = 1e-5 * np.random.default_rng(0).standard_cauchy(size=100_000)
     statistics = NumberStatistics()
     statistics.add(values)
-    found = transformed(fitted("x", "quantile", statistics), values)
+    (field,) = fitted("x", "quantile", statistics)
+    found = transformed(field, values)
     np.testing.assert_allclose(np.quantile(found, [0.02, 0.3, 0.98]), norm.ppf([0.02, 0.3, 0.98]), atol=0.02)
 
 
@@ -107,6 +112,31 @@ def test_each_field_has_its_own_transform(tmp_path):
     assert Schema.load(tmp_path / "out") == schema
     stored = np.array(read_split(tmp_path / "out", "train")["price"])
     np.testing.assert_allclose(stored, norm.ppf((rankdata(prices) - 0.5) / 1600), atol=0.06)
+
+
+def test_a_field_tells_where_numbers_are_often_missing(tmp_path):
+    """As the codec of streams and requests does, and data prepared like these; its name is reserved."""
+    often, seldom = [n % 3 == 0 for n in range(1600)], [n % 200 == 0 for n in range(1600)]
+    lines = [f"{n % 2},{'' if often[n] else n},{'' if seldom[n] else n},{'' if often[n] else n},s" for n in range(1600)]
+    text = "\n".join(["label,price,age,height,shop", *lines])
+    fields = (
+        '{name = "price", kind = "numeric"}, {name = "age", kind = "numeric"}, {name = "shop", kind = "categorical"}'
+    )
+    schema = prepare_text(
+        tmp_path, f'fields = [{fields}, {{name = "height", kind = "numeric", transform = "log"}}]', text
+    )
+    assert [each.name for each in schema.dense] == ["price", "price_missing", "age", "height"]
+    stored = read_split(tmp_path / "out", "train")
+    prices = [lines[number].split(",")[1] for number in stored["sample_number"]]
+    assert stored["price_missing"] == [float(price == "") for price in prices]
+    samples = [{"price": float(price) if price else None, "age": 1.0, "height": 1.0, "shop": "s"} for price in prices]
+    codec = SampleCodec.load(tmp_path / "out")
+    block, problems = codec.encode_request(samples)
+    assert not problems
+    assert block.dense[:, :2].T.tolist() == [stored["price"], stored["price_missing"]]
+    taken = "field 'price_missing': this name is reserved for where field 'price' has no value"
+    other = f'fields = [{fields}, {{name = "price_missing", column = "height", kind = "numeric"}}]'
+    refused(taken, prepare_text, tmp_path, other, text, output="two")
 
 
 @pytest.mark.parametrize("dense", ["quantile", "minmax", "log", "none"])
@@ -136,7 +166,8 @@ def test_numbers_far_outside_of_the_training_range_are_bounded_and_reported(tmp_
 def test_a_range_wider_than_float64_gives_finite_numbers(transform):
     statistics = NumberStatistics()
     statistics.add(np.finfo(float).max * np.array([-1, 1]))
-    found = transformed(fitted("x", transform, statistics), np.finfo(float).max * np.array([-1, 0, 1]))
+    (field,) = fitted("x", transform, statistics)
+    found = transformed(field, np.finfo(float).max * np.array([-1, 0, 1]))
     assert np.isfinite(found).all()
 
 
