@@ -47,7 +47,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "hashing": "splitmix",
         "parallel": "",
         "grouped_file": "",
-        "dataset": "files remote",
+        "dataset": "files parallel remote",
         "reading": "parallel dataset",
         "raw": "counts remote grouped_file dataset",
         "encoding": "hashing dataset raw",
