@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, compiler, nn
 from torch.amp import GradScaler
 
 from cowrec.sparse_opt.kernels.layout import LookupBackward, LookupBags, LookupIds
@@ -155,7 +155,7 @@ def wrap_lookups(
         own = [each for each in lookups if each.lookup.collection is collection]
         undo += [
             leave_ddp(collection, [each.lookup.module for each in own]),
-            module.register_forward_pre_hook(_guard(module, collection, own, warn_unequal)).remove,
+            module.register_forward_pre_hook(compiler.disable(_guard(module, collection, own, warn_unequal))).remove,
             collection.register_load_state_dict_post_hook(partial(_drop_waiting, own)).remove,
             partial(delattr, collection, _ATTACHED),
         ]
@@ -272,7 +272,7 @@ def _wrap_lookup(
 
     if is_mean:
         clipped.lookup.pool_by(mean=False)
-    module.forward = torch.compiler.disable(wrapped)  # the kernels of numba and Triton cannot be traced
+    module.forward = compiler.disable(wrapped)  # the kernels of numba and Triton cannot be traced
     return undo
 
 

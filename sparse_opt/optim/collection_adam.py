@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, compiler, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
@@ -86,7 +86,7 @@ class CollectionAdam:
 
     def hook(self, called: nn.Module) -> None:
         """Completes steps before ``called``, the collection or what runs it, and rows before its state is used."""
-        self._step_hook = called.register_forward_pre_hook(lambda *_: self._before_forward())
+        self._step_hook = called.register_forward_pre_hook(compiler.disable(lambda *_: self._before_forward()))
         self._hook_state()
 
     def _before_forward(self) -> None:
