@@ -94,6 +94,7 @@ def test_tables_that_do_not_work_get_the_messages_of_the_commands(tmp_path: Path
     assert "the label is a guess: \"verified\", but 'rating' could be it too; name the right one" in caplog.text
     model = fitted(run_dir, table)  # what the refused calls left is replaced
     assert "not used as fields: 'row': another value in each row" in caplog.text
+    assert 'some kinds of fields are guesses: "3" is numeric (integers, amounts or ids); see' in caplog.text
     refused("has a complete run", fitted, run_dir, table)
     refused("no column 'tags'", model.predict, table.drop_columns("tags"))
     refused("labels", model.evaluate, table.drop_columns("clicked"))
