@@ -178,8 +178,8 @@ def leave_ddp(collection: ShardedCollection, kernels: Collection[nn.Module]) -> 
     return rejoin
 
 
-_DDP_ARGUMENTS = ("device_ids", "process_group", "gradient_as_bucket_view", "broadcast_buffers", "static_graph")
-"""Of torch's DistributedDataParallel, those that TorchRec gives; attributes of the same names keep them."""
+_DDP_ARGUMENTS = ("device_ids", "process_group", "gradient_as_bucket_view", "static_graph")
+"""Of torch's DistributedDataParallel, those that TorchRec gives unlike the defaults; attributes keep their values."""
 _INNER = ("_embedding_bag_collection", "_embedding_module")
 """Attributes with the collection whose lookups a collection shares, which processes features or manages collisions."""
 _UNSHARDED = (EmbeddingBagCollection, EmbeddingCollection, FusedEmbeddingBagCollection)
