@@ -462,29 +462,28 @@ class NumberStatistics:
     Attributes:
         minimum, maximum: range, with missing values taken as 0.
         counts: of the numbers that are not missing; None where the transform takes the range alone.
-        rows, missing: numbers, and how many of them are missing.
+        missing: how many are missing.
     """
 
     minimum: float = np.inf
     maximum: float = -np.inf
     counts: ValueCounts | None = field(default_factory=ValueCounts)
-    rows: int = 0
     missing: int = 0
 
     def add(self, values: np.ndarray) -> None:
         """Adds numbers, float64 [R], NaN where missing."""
-        self.rows += len(values)
-        self.missing += int(np.isnan(values).sum())
+        is_missing = np.isnan(values)
+        self.missing += int(is_missing.sum())
         if len(values):
             present = np.nan_to_num(values, nan=0.0)
             self.minimum = min(self.minimum, float(present.min()))
             self.maximum = max(self.maximum, float(present.max()))
             if self.counts is not None:
-                self.counts.add(values[~np.isnan(values)])
+                self.counts.add(values[~is_missing])
 
     def merge(self, other: "NumberStatistics") -> None:
         """Adds those of another part of the column."""
-        self.rows, self.missing = self.rows + other.rows, self.missing + other.missing
+        self.missing += other.missing
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
         if self.counts is not None and other.counts is not None:
@@ -503,8 +502,8 @@ def fitted(name: str, transform: DenseTransform, statistics: NumberStatistics) -
     knots, levels = normal_scores(statistics.counts) if statistics.counts is not None else ([], [])
     kept = "minmax" if transform == "buckets" else transform
     number = DenseField(name, kept, statistics.minimum, statistics.maximum, name, tuple(knots), tuple(levels))
-    tells = kept == "quantile" and OFTEN_MISSING * statistics.rows <= statistics.missing < statistics.rows
-    if not (tells and statistics.missing):
+    present = statistics.counts.total if statistics.counts is not None else 0
+    if not present or statistics.missing / (present + statistics.missing) < OFTEN_MISSING:
         return [number]
     return [number, DenseField(name + MISSING_SUFFIX, "missing", source=name)]
 

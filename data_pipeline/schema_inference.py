@@ -552,15 +552,18 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "", scope:
         )
     # A number is a valid time too: of Unix seconds.
     numbers = [float(text) for text in distinct if NUMBER_PATTERN.fullmatch(text)]
-    dated = all(DATE_DIGITS.fullmatch(text) for text in distinct)
-    unread = all(DATE_TEXT.match(text) for text in distinct) and not _are_times(distinct)
-    if (dated or unread) and TIME_NAME.search(name):
+    dated, named = _are_dates(distinct), TIME_NAME.search(name)
+    if named and (dated or (all(DATE_TEXT.match(text) for text in distinct) and not _are_times(distinct))):
         guess.why += f"; unsure: seem to be times, but {distinct[0]} is not read as one; write it as 2014-10-21T07:00"
     # Unix seconds of the years from 1973 to 2099.
     lately = len(numbers) == len(distinct) and min(numbers) > 10**8 and max(numbers) < 4.1e9 and not dated
-    if not guess.missing and (not numbers or (TIME_NAME.search(name) and lately)):
+    if not guess.missing and (not numbers or (named and lately)):
         guess.is_time = _are_times(distinct)
     return guess
+
+
+def _are_dates(texts: Sequence[str]) -> bool:
+    return all(DATE_DIGITS.fullmatch(text) for text in texts)
 
 
 def _are_times(texts: Sequence[str]) -> bool:
@@ -570,8 +573,7 @@ def _are_times(texts: Sequence[str]) -> bool:
 def _guess_number(guess: Guess, name: str, known: Sequence[str]) -> None:
     distinct, rows = guess.distinct, len(known)
     integers = all(WHOLE.fullmatch(text) for text in distinct)
-    dated = all(DATE_DIGITS.fullmatch(text) for text in distinct)
-    passed = SPAN_NAME.search(name) and len(distinct) > MOST_SPANS and not dated
+    passed = SPAN_NAME.search(name) and len(distinct) > MOST_SPANS and not _are_dates(distinct)
     counted = AMOUNT_NAME.search(name) and not EXPLICIT_NAME.search(name)
     is_id = ID_NAME.search(name) and not passed and not counted
     too_large = integers and max(abs(float(text)) for text in distinct) >= EXACT_INTEGERS[64]

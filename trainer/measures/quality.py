@@ -167,9 +167,9 @@ def auc_remark(values: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) -
     if not best[key] - values[key] > WORSE:
         return None
     return (
-        f"AUC was {best[key]:.4f} after epoch {best['epoch']}, and is {values[key]:.4f} now: later epochs learn the"
-        f" training samples by heart; set train.epochs = {best['epoch']}, or hold out samples and stop early:"
-        " train.validation_fraction = 0.1, train.patience = 1"
+        f"AUC was {best[key]:.4f} after epoch {best['epoch']}, and is {values[key]:.4f} now: later epochs"
+        f" probably learn the training samples by heart; set train.epochs = {best['epoch']}, or hold out samples and"
+        " stop early: train.validation_fraction = 0.1, train.patience = 1"
     )
 
 
