@@ -225,7 +225,14 @@ def _field_lines(guesses: "Mapping[str, Guess]") -> tuple[list[str], list[str]]:
         keys = {"name": name, **({} if name == column else {"column": column}), "kind": guess.kind, **guess.keys}
         text = ", ".join(f"{key} = {_toml(value)}" for key, value in keys.items())
         fields.append(f"    {{{text}}},  # {_comment(guess.why)}{missing}")
-    if all(guess.kind in ("", "numeric") for guess in guesses.values()):
+        if guess.also_ids:
+            name = f"{name}_id"
+            while name in used or name in guesses:
+                name += "_"
+            used.add(name)
+            text = f'name = {_toml(name)}, column = {_toml(column)}, kind = "categorical", min_count = {FREQUENT}'
+            fields.append(f"    {{{text}}},  # the same integers as ids; remove the field that is wrong")
+    if not any(guess.also_ids or guess.kind not in ("", "numeric") for guess in guesses.values()):
         left_out.append('# unsure: training needs a field of ids: make one categorical, or add transform = "buckets"')
     return fields, left_out
 
@@ -466,6 +473,8 @@ ENOUGH = 100
 """Samples of each class from which on a column that tells them apart is no chance."""
 FEW_VALUES = 20
 """An integer column with at most so many distinct numbers is probably one of codes."""
+FREQUENT = 10
+"""Samples of an integer from which on it may have an effect that its size does not tell."""
 LONG_TEXT = 60
 """Mean length of values from which on a column is probably free text."""
 ID_NAME = re.compile(
@@ -474,12 +483,10 @@ ID_NAME = re.compile(
     r"|visitor|session|member|client|account|song|artist|book|author|video|publisher|adgroup|segment|seg)(ids?)?)$"
     r"|(?<=[a-z0-9])(Id|ID)s?$"
 )
-AMOUNT_NAME = re.compile(r"(^|_)(num|nb|n|no_of|per|count|total|sum|avg|mean|amount|spend|price|cost|since)_", re.I)
-"""Of a number of what follows, or of an amount for each."""
-EXPLICIT_NAME = re.compile(r"(id|uid|gid|code|zip|zipcode|type|category|cat|gender|key|hash|ip)$", re.I)
-SPAN_NAME = re.compile(r".(hour|day|month)s?$|^(hours|days|months)$", re.I)
-MOST_SPANS = 366
-"""Distinct hours, days or months up to which they may be those of a calendar; more are a time that has passed."""
+AMOUNT_NAME = re.compile(
+    r"(^|_)(num|nb|n|no_of|per|count|total|sum|avg|mean|amount|spend|price|cost|since)_|(hour|day|month)s?$", re.I
+)
+"""Of a number of what follows, of an amount for each, or of a span of time: names of ids that may be amounts."""
 WHOLE = re.compile(r"[+-]?[0-9]+(\.0*)?")
 NOTATION = re.compile(r"[+-]?[$€£¥]? ?[+-]?([0-9]{1,3}([., '][0-9]{3})+|[0-9]+)([.,][0-9]+)? ?[%$€£¥]?")
 """Numbers as people write them: with signs of currencies, separators of thousands, a decimal comma."""
@@ -501,6 +508,7 @@ class Guess:
         kind: of a field; "time" for text that is always a time; "" for a column that is better left out.
         keys: further keys of the field.
         null: texts in it that seem to mean a missing value.
+        also_ids: True for a numeric field whose integers may be ids, which get a second field.
         why: what speaks for the guess, or what is unsure.
         distinct: its distinct values, the missing ones aside.
         most: the most frequent one.
@@ -511,6 +519,7 @@ class Guess:
     kind: RawKind | str = ""
     keys: dict[str, str] = field(default_factory=dict)
     null: tuple[str, ...] = ()
+    also_ids: bool = False
     why: str = ""
     distinct: tuple[str, ...] = ()
     most: str = ""
@@ -542,7 +551,7 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "", scope:
         return guess
     is_number = all(NUMBER_PATTERN.fullmatch(text) and math.isfinite(float(text)) for text in distinct)
     if is_number and not (said == "id" and all(WHOLE.fullmatch(text) for text in distinct)):
-        _guess_number(guess, name, known)
+        _guess_number(guess, name, known, whole=not scope)
     else:
         _guess_text(guess, known)
     whole = [text for text in distinct if WHOLE.fullmatch(text)]
@@ -570,12 +579,10 @@ def _are_times(texts: Sequence[str]) -> bool:
     return not as_times(pa.array(list(texts), pa.string()), "timestamp")[1].any()
 
 
-def _guess_number(guess: Guess, name: str, known: Sequence[str]) -> None:
+def _guess_number(guess: Guess, name: str, known: Sequence[str], *, whole: bool) -> None:
     distinct, rows = guess.distinct, len(known)
     integers = all(WHOLE.fullmatch(text) for text in distinct)
-    passed = SPAN_NAME.search(name) and len(distinct) > MOST_SPANS and not _are_dates(distinct)
-    counted = AMOUNT_NAME.search(name) and not EXPLICIT_NAME.search(name)
-    is_id = ID_NAME.search(name) and not passed and not counted
+    is_id = ID_NAME.search(name) and not AMOUNT_NAME.search(name)
     too_large = integers and max(abs(float(text)) for text in distinct) >= EXACT_INTEGERS[64]
     if any(re.fullmatch(r"0[0-9]+", text) for text in distinct):
         guess.kind, guess.why = "categorical", "digits with leading zeros"
@@ -587,10 +594,17 @@ def _guess_number(guess: Guess, name: str, known: Sequence[str]) -> None:
         guess.kind, guess.why = "categorical", "integers that are too large for numbers"
     elif integers and len(distinct) <= FEW_VALUES:
         guess.kind, guess.why = "categorical", f"unsure: {len(distinct)} different integers, codes or small numbers"
+    elif name.lower() in WEIGHT_NAMES:
+        guess.kind = "numeric"
+        guess.why = f'unsure: weights of the samples? then remove it here, and add weight = "{name}" above'
+    elif not integers:
+        guess.kind, guess.why = "numeric", "numbers with decimals"
     else:
-        guess.kind, guess.why = "numeric", "unsure: integers, amounts or ids" if integers else "numbers with decimals"
-        if name.lower() in WEIGHT_NAMES:
-            guess.why = f'unsure: weights of the samples? then remove it here, and add weight = "{name}" above'
+        # "5.0" is another id than "5". In the first rows of a file, ids may be rare that are frequent in all of it.
+        repeated = not whole or 2 * len(distinct) <= rows
+        guess.also_ids = repeated and not TIME_NAME.search(name) and not any("." in text for text in distinct)
+        guess.kind = "numeric"
+        guess.why = "integers, which may be ids" if guess.also_ids else "unsure: integers, amounts or ids"
 
 
 def _consecutive(known: Sequence[str]) -> bool:

@@ -96,13 +96,14 @@ def test_known_columns_are_recognised(tmp_path):
     (tmp_path / "raw.csv").write_text("\n".join([header, *lines]))
     text, layout, found = inferred(tmp_path / "raw.csv")
     assert found == {
-        "price": "numeric", "age": "numeric", "zip": "categorical", "genres": "multi", "history": "weighted",
-        "sex": "categorical",
+        "price": "numeric", "age": "numeric", "age_id": "categorical", "zip": "categorical", "genres": "multi",
+        "history": "weighted", "sex": "categorical",
     }  # fmt: skip
     assert (layout.time, layout.labels[0].column, layout.labels[0].positive) == ("when", "bought", ("yes",))
     assert layout.fields[0].null == ("NULL",)
     by_column = {line.split('"')[1]: line for line in text.splitlines() if line.startswith("    {")}
-    assert "unsure" in by_column["age"]
+    assert "integers, which may be ids" in by_column["age"]
+    assert "remove the field that is wrong" in by_column["age_id"]
     assert "leading zeros" in by_column["zip"]
     assert 'kind = "multi"' in by_column["genres"]
     assert 'a history, the oldest first: kind = "sequence", max_length = 50' in by_column["genres"]
@@ -271,32 +272,44 @@ def test_types_of_parquet_are_believed_and_nulls_are_bad_rows(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("names", "kind"),
+    ("names", "is_id"),
     [
-        ("userId movieId SearchID AdID userid movieids visitorid itemid cms_segid ADID user_id", "categorical"),
-        ("hour day country ad", "categorical"),
-        ("paid valid bid Grid humid covid AMID price", "numeric"),
-        ("num_ads spend_per_country n_items total_users", "numeric"),
+        ("userId movieId SearchID AdID userid movieids visitorid itemid cms_segid ADID user_id", True),
+        ("country ad signup_date_id", True),
+        ("paid valid bid Grid humid covid AMID price", False),
+        ("num_ads spend_per_country n_items total_users hour account_age_days months", False),
     ],
 )
-def test_names_of_ids(tmp_path: Path, names: str, kind: str) -> None:
-    """Camel case, and nouns with "id"; numbers of other names are numeric, and without ids nothing can be trained."""
+def test_names_of_ids(tmp_path: Path, names: str, is_id: bool) -> None:
+    """Camel case, and nouns with "id"; other integers are numbers and ids at once, unless they seldom repeat."""
     columns = names.split()
-    lines = [",".join(["click", *columns]), *(f"{n % 2}" + f",{n % 50}" * len(columns) for n in range(200))]
-    (tmp_path / "raw.csv").write_text("\n".join(lines))
-    text, _, found = inferred(tmp_path / "raw.csv")
-    assert found == dict.fromkeys(columns, kind)
-    assert ("# unsure: training needs a field of ids" in text) == (kind == "numeric")
+    for distinct in (50, 120):
+        lines = [",".join(["click", *columns]), *(f"{n % 2}" + f",{n % distinct}" * len(columns) for n in range(200))]
+        (tmp_path / "raw.csv").write_text("\n".join(lines))
+        text, _, found = inferred(tmp_path / "raw.csv")
+        also = dict.fromkeys([f"{name}_id" for name in columns], "categorical") if distinct == 50 and not is_id else {}
+        assert found == dict.fromkeys(columns, "categorical" if is_id else "numeric") | also
+        assert ("# unsure: training needs a field of ids" in text) == (not is_id and not also)
 
 
-def test_hours_and_days_that_passed_are_amounts(tmp_path: Path) -> None:
-    """More of them than a year has days; dates of several years are ids."""
-    days = pa.array([n % 1000 for n in range(3000)])
-    dates = [f"{2001 + n % 4}{1 + n % 12:02d}{1 + n % 28:02d}" for n in range(3000)]
-    columns = {"click": [n % 2 for n in range(3000)], "account_age_days": days, "hours": days, "day": days}
-    pq.write_table(pa.table(columns | {"signup_day": list(map(int, dates))}), tmp_path / "raw.parquet")
-    kinds = {"account_age_days": "numeric", "hours": "numeric", "day": "categorical", "signup_day": "categorical"}
-    assert inferred(tmp_path / "raw.parquet")[2] == kinds
+def test_integers_that_may_be_ids_are_both(tmp_path: Path) -> None:
+    """Their frequent values have ids too, under a name that no column has; times and decimals are numbers alone."""
+    rows = 3000
+    slot = [n % 70 if n % 4 else n for n in range(rows)]
+    columns = {"click": [n // 2 % 2 for n in range(rows)], "slot": slot, "slot_id": [f"s{n % 7}" for n in range(rows)]}
+    columns |= {"whole": [float(n % 50) for n in range(rows)], "time": [1_700_000_000 + n for n in range(rows)]}
+    columns |= {"opened_at": [1_700_000_000 + n % 99 for n in range(rows)]}
+    pq.write_table(pa.table(columns), tmp_path / "raw.parquet")
+    _, layout, found = inferred(tmp_path / "raw.parquet")
+    numbers = {"slot": "numeric", "whole": "numeric", "opened_at": "numeric"}
+    assert found == numbers | dict.fromkeys(["slot_id_", "slot_id", "whole_id"], "categorical")
+    assert [field.column for field in layout.fields] == ["slot", "slot", "slot_id", "whole", "whole", "opened_at"]
+    schema = prepared(tmp_path / "raw.parquet")
+    frequent = [value for value in set(slot) if slot.count(value) >= 10]
+    assert next(field for field in schema.sparse if field.name == "slot_id_").num_embeddings == len(frequent) + 2
+    assert len(set(slot)) > 10 * len(frequent) > 0
+    pq.write_table(pa.table({"click": columns["click"], "whole": [f"{n % 50}.0" for n in range(rows)]}), tmp_path / "b")
+    assert "unsure: integers, amounts or ids" in infer_schema(tmp_path / "b")
 
 
 @pytest.mark.parametrize("typed", [True, False])
@@ -311,8 +324,9 @@ def test_integers_of_types_for_text_are_ids(tmp_path: Path, typed: bool) -> None
     table = pa.table(columns).replace_schema_metadata({"pandas": json.dumps(of_pandas)})
     pq.write_table(table, tmp_path / "raw.parquet")
     _, _, found = inferred(tmp_path / "raw.parquet")
-    ids = ["dictionary", "of_integers", *["text"] * typed]
-    assert found == {name: "categorical" if name in ids else "numeric" for name in columns if name != "click"}
+    ids = ["dictionary", "of_integers", "number_id", *["text" if typed else "text_id"]]
+    assert found == {name: "categorical" if name in ids else "numeric" for name in found}
+    assert [name for name in found if name not in columns] == (["number_id"] if typed else ["text_id", "number_id"])
 
 
 def test_unsure_numbers_and_times(tmp_path: Path) -> None:

@@ -92,9 +92,9 @@ def test_tables_that_do_not_work_get_the_messages_of_the_commands(tmp_path: Path
     )
     refused("exists and is not empty", fitted, run_dir, rated, label="", data_dir=tmp_path)
     assert "the label is a guess: \"verified\", but 'rating' could be it too; name the right one" in caplog.text
+    assert '"rating" is categorical (5 different integers, codes or small numbers); see' in caplog.text
     model = fitted(run_dir, table)  # what the refused calls left is replaced
     assert "not used as fields: 'row': another value in each row" in caplog.text
-    assert 'some kinds of fields are guesses: "3" is numeric (integers, amounts or ids); see' in caplog.text
     refused("has a complete run", fitted, run_dir, table)
     refused("no column 'tags'", model.predict, table.drop_columns("tags"))
     refused("labels", model.evaluate, table.drop_columns("clicked"))
