@@ -160,9 +160,11 @@ class SampleCodec:
         if layout.ages:
             types.setdefault(self._time, time)
         self.columns, self._features = tuple(types), dict(types)
-        mixed = any(len(set(each)) > 1 for each in of_fields.values())
-        in_columns = mixed or layout.ages or any(field.encoding == "synthetic" for field in schema.sparse)
-        self._request_encoder = None if in_columns else _RequestEncoder(schema, self._features, layout, encoder)
+        # A number and an id of one value are the same in a request as in a column; a list and another kind are not.
+        mixed = [each for each in of_fields.values() if len(set(each)) > 1]
+        in_columns = any({each.kind for each in types} - {"number", "id"} for types in mixed)
+        in_columns |= bool(layout.ages) or any(field.encoding == "synthetic" for field in schema.sparse)
+        self._request_encoder = None if in_columns else _RequestEncoder(schema, layout, encoder)
         types.setdefault(SAMPLE_ID, ColumnType("id"))
         types.setdefault(self._time, time)
         for label in layout.labels:
@@ -313,7 +315,7 @@ class SampleCodec:
 
 
 _Columns = Mapping[str, Sequence[Any]]
-"""Canonical values of samples (see `canonical_values`), by raw column."""
+"""Canonical values of samples (see `canonical_values`), by raw field."""
 
 _NUMBERS, _TEXTS = {int, float, type(None)}, {str, type(None)}
 
@@ -326,9 +328,11 @@ class _RequestEncoder:
     the lookups of ids are those of `Encoder`.
     """
 
-    def __init__(self, schema: Schema, types: Mapping[str, ColumnType], layout: Layout, encoder: Encoder) -> None:
-        self._types, self._encoder = types, encoder
-        self._column = {field.name: field.column for field in layout.fields}
+    def __init__(self, schema: Schema, layout: Layout, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._fields = dict[tuple[str, ColumnType], list[str]]()
+        for field in layout.fields:
+            self._fields.setdefault((field.column, ColumnType.of(field)), []).append(field.name)
         numeric = [field.name for field in layout.fields if field.kind == "numeric"]
         self._numeric = {name: index for index, name in enumerate(numeric)}
         self._dense = np.array([self._numeric[field.source] for field in encoder.dense], np.int64)
@@ -349,12 +353,12 @@ class _RequestEncoder:
             AttributeError, TypeError, ValueError, OverflowError: one is not; it is not told which one.
         """
         columns: dict[str, Sequence[Any]] = {}
-        for name, column in self._types.items():
-            values = [sample.get(name) for sample in samples]
-            if values.count(None) == len(values) and not any(name in sample for sample in samples):
-                raise ValueError(f"no sample has the column {name!r}")
-            columns[name] = _canonical(values, column)
-        raw = [columns[self._column[name]] for name in self._numeric]
+        for (column, kind), names in self._fields.items():
+            values = [sample.get(column) for sample in samples]
+            if values.count(None) == len(values) and not any(column in sample for sample in samples):
+                raise ValueError(f"no sample has the column {column!r}")
+            columns |= dict.fromkeys(names, _canonical(values, kind))
+        raw = [columns[name] for name in self._numeric]
         numbers = np.array(raw, np.float64).reshape(len(raw), len(samples))  # None became NaN
         if np.isfinite(numbers).sum() + sum(each.count(None) for each in raw) < numbers.size:
             raise ValueError("a number is not finite")
@@ -403,7 +407,7 @@ class _RequestEncoder:
 
         The number is None for a field of one id each.
         """
-        values = columns[self._column[field.source]]
+        values = columns[field.source]
         if field.bucketed:
             return bucket_ids(numbers[self._numeric[field.source]]).to_pylist(), None, None
         if field.kind == "categorical":
@@ -415,7 +419,7 @@ class _RequestEncoder:
                 raise ValueError(WEIGHTS_ARE_BOUNDED)
             return [pair["id"] for each in pairs for pair in each], [len(each) for each in pairs], weights
         if field.kind == "sequence":
-            lists = _last(values, columns[self._column[field.along or field.source]], field.max_length)
+            lists = _last(values, columns[field.along or field.source], field.max_length)
         else:
             lists = [value or [""] for value in values]
         return [*chain.from_iterable(lists)], [len(each) for each in lists], None

@@ -21,9 +21,9 @@ from refusal import refused
 TIMED = 'time = "seen at"\n' + NULLS_SCHEMA.replace('"-1"', f'"-1", "{2**63 - 1}"').replace("\n]", f"\n{RECENT}\n]")
 
 
-def prepared(folder, texts, config):
+def prepared(folder, texts, config, schema=TIMED):
     write_rows(folder / "raw.csv", texts)
-    (folder / "schema.toml").write_text(TIMED)
+    (folder / "schema.toml").write_text(schema)
     config = PrepareConfig(test_fraction=0.0, **config)
     return prepare("tabular", [folder / "raw.csv"], folder / "out", config, schema_file=folder / "schema.toml")
 
@@ -80,6 +80,16 @@ def codec(tmp_path_factory):
     folder = tmp_path_factory.mktemp("codec")
     text = {"seen at": "5", "past views": "a:1", "unused": "", "click": "1", "price": "2.5", "tags": "t", "city": "c"}
     prepared(folder, [text, {**text, "price": "0", "city": "d", "click": "0"}], CONFIGS[0])
+    return SampleCodec.load(folder / "out")
+
+
+@pytest.fixture(scope="module")
+def codec_of_both(tmp_path_factory):
+    """Of a column whose values are numbers and ids at once."""
+    folder = tmp_path_factory.mktemp("both")
+    text = {"seen at": "5", "past views": "a:1", "unused": "", "click": "1", "price": "2.5", "tags": "t", "city": "c"}
+    both = TIMED.replace("\n]", '\n{name = "p", column = "price", kind = "categorical", null = ["0"]}, \n]')
+    prepared(folder, [text, {**text, "price": "0", "city": "d", "click": "0"}], CONFIGS[0], both)
     return SampleCodec.load(folder / "out")
 
 
@@ -160,16 +170,17 @@ anything = st.one_of(
 @given(
     changes=st.lists(st.dictionaries(st.sampled_from(["price", "city", "tags", "past views"]), anything), max_size=3)
 )
-def test_a_request_of_any_values_is_encoded_like_columns(codec, changes):
+def test_a_request_of_any_values_is_encoded_like_columns(codec, codec_of_both, changes):
     """The same samples are good, with the same values, whether or not there are bad ones beside them."""
     samples = [good_sample(), *(good_sample(**each) for each in changes)]
-    expected = codec.encode(codec.from_objects(samples, training=False), training=False)
-    wrong = {each.index for each in expected.bad}
-    good = [sample for index, sample in enumerate(samples) if index not in wrong]
-    for given_samples in (samples, good):
-        rows, bad = codec.encode_request(given_samples)
-        check_equal(rows, expected.block, labelled=False)
-        assert [each.index for each in bad] == (sorted(wrong) if given_samples is samples else [])
+    for each_codec in (codec, codec_of_both):
+        expected = each_codec.encode(each_codec.from_objects(samples, training=False), training=False)
+        wrong = {each.index for each in expected.bad}
+        good = [sample for index, sample in enumerate(samples) if index not in wrong]
+        for given_samples in (samples, good):
+            rows, bad = each_codec.encode_request(given_samples)
+            check_equal(rows, expected.block, labelled=False)
+            assert [each.index for each in bad] == (sorted(wrong) if given_samples is samples else [])
 
 
 def test_a_very_long_sample_is_reported_without_affecting_others(codec):
