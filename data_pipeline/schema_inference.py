@@ -555,7 +555,7 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "", scope:
     else:
         _guess_text(guess, known)
     whole = [text for text in distinct if WHOLE.fullmatch(text)]
-    if guess.kind == "categorical" and whole and all(text.endswith(".0") for text in whole):
+    if (guess.also_ids or guess.kind == "categorical") and whole and all(text.endswith(".0") for text in whole):
         guess.why += (
             f"; unsure: {whole[0]} is another id than {whole[0][:-2]}; write integers (pandas: astype('Int64'))"
         )
@@ -600,9 +600,10 @@ def _guess_number(guess: Guess, name: str, known: Sequence[str], *, whole: bool)
     elif not integers:
         guess.kind, guess.why = "numeric", "numbers with decimals"
     else:
-        # "5.0" is another id than "5". In the first rows of a file, ids may be rare that are frequent in all of it.
+        # In the first rows of a file, ids may be rare that are frequent in all of it. "5.0" is another id than "5".
         repeated = not whole or 2 * len(distinct) <= rows
-        guess.also_ids = repeated and not TIME_NAME.search(name) and not any("." in text for text in distinct)
+        alike = len({"." in text for text in distinct}) == 1
+        guess.also_ids = repeated and alike and not TIME_NAME.search(name)
         guess.kind = "numeric"
         guess.why = "integers, which may be ids" if guess.also_ids else "unsure: integers, amounts or ids"
 

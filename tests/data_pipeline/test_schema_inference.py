@@ -308,8 +308,16 @@ def test_integers_that_may_be_ids_are_both(tmp_path: Path) -> None:
     frequent = [value for value in set(slot) if slot.count(value) >= 10]
     assert next(field for field in schema.sparse if field.name == "slot_id_").num_embeddings == len(frequent) + 2
     assert len(set(slot)) > 10 * len(frequent) > 0
-    pq.write_table(pa.table({"click": columns["click"], "whole": [f"{n % 50}.0" for n in range(rows)]}), tmp_path / "b")
-    assert "unsure: integers, amounts or ids" in infer_schema(tmp_path / "b")
+    for ends, remark in (
+        (["", ""], ""),
+        ([".0", ".0"], "unsure: 0.0 is another"),
+        (["", ".0"], "integers, amounts or"),
+    ):
+        whole = [f"{n % 50}{ends[n // 50 % 2]}" for n in range(rows)]
+        pq.write_table(pa.table({"click": columns["click"], "whole": whole}), tmp_path / "raw.parquet")
+        described, _, found = inferred(tmp_path / "raw.parquet")
+        assert remark in described
+        assert ("whole_id" in found) == (ends[0] == ends[1])
 
 
 @pytest.mark.parametrize("typed", [True, False])
