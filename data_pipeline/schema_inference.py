@@ -601,7 +601,7 @@ def _guess_number(guess: Guess, name: str, known: Sequence[str], *, whole: bool)
         guess.kind, guess.why = "numeric", "numbers with decimals"
     else:
         # In the first rows of a file, ids may be rare that are frequent in all of it. "5.0" is another id than "5".
-        repeated = not whole or 2 * len(distinct) <= rows
+        repeated = len(distinct) <= (0.5 if whole else 0.9) * rows
         alike = len({"." in text for text in distinct}) == 1
         guess.also_ids = repeated and alike and not TIME_NAME.search(name)
         guess.kind = "numeric"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, infer_schema, prepare
 from cowrec.data_pipeline.raw.layouts import load_schema_file
+from cowrec.data_pipeline.schema_inference import guess_column
 from raw_cases import read_split
 from refusal import refused
 
@@ -318,6 +319,10 @@ def test_integers_that_may_be_ids_are_both(tmp_path: Path) -> None:
         described, _, found = inferred(tmp_path / "raw.parquet")
         assert remark in described
         assert ("whole_id" in found) == (ends[0] == ends[1])
+    for distinct, of_all, of_first in ((0.4, True, True), (0.8, False, True), (0.99, False, False)):
+        values = [str(n % int(distinct * rows) * 1000) for n in range(rows)]
+        assert guess_column("slot", values).also_ids == of_all
+        assert guess_column("slot", values, scope=" in the first rows").also_ids == of_first
 
 
 @pytest.mark.parametrize("typed", [True, False])
