@@ -37,8 +37,8 @@ RULES = {
     "label": "must be true, false, a number or a string",
     "id": "must be a string, a number, true, false or null",
     "ids": "must be a list of strings or numbers, its text joined by {0!r}, or null",
-    "weighted": 'must be a list of {{"id": string or number, "weight": number}}, its text (id{1}weight, by {0!r})'
-    " or null",
+    "weighted": 'must be a list of {{"id": string or number, "weight": number}}, an object of weights by id, text'
+    " (id{1}weight, by {0!r}) or null",
 }
 _KINDS: Mapping[str, ValueKind] = {
     "numeric": "number",
@@ -272,6 +272,8 @@ def _texts(value: Any, column: ColumnType) -> list[str]:
 def _pairs(value: Any, column: ColumnType) -> list[dict[str, Any]]:
     if isinstance(value, str) and column.separator and column.weight_separator:
         return [_pair_of_text(each, column) for each in _text(value, column).split(column.separator)]
+    if isinstance(value, dict) and value.keys() != {"id", "weight"}:  # which would be a pair outside of a list
+        value = [{"id": name, "weight": weight} for name, weight in value.items()]
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise _WrongValue
     if any(isinstance(each.get("weight"), str) for each in value):

@@ -115,6 +115,25 @@ def test_an_id_of_json_is_that_of_the_value_in_parquet(codec, values):
         assert [str(view["id"]) for each in raw.table["past views"].to_pylist() for view in each] == expected * 2
 
 
+def test_a_map_from_ids_to_weights_equals_its_list(codec):
+    """As it does in Parquet; beside samples with lists, too."""
+    maps = [{}, {"a": 2, "7": 0.5}, {"new": 1e-3, "": 3}]
+    lists = [[{"id": name, "weight": weight} for name, weight in each.items()] for each in maps]
+    expected = codec.encode(codec.from_objects([good_sample(**{"past views": each}) for each in lists])).block
+    samples = [good_sample(**{"past views": each}) for each in maps]
+    table = pa.Table.from_pylist(samples)
+    views = pa.array([[*each.items()] for each in maps], pa.map_(pa.string(), pa.float64()))
+    table = table.set_column(table.column_names.index("past views"), "past views", views)
+    raws = [codec.from_objects(samples), codec.from_table(table)]
+    raws += [
+        codec.from_json([json.dumps(each).encode() for each in samples[start:] + samples[:start]]) for start in (0, 1)
+    ]
+    for raw in raws[:3]:
+        check_equal(codec.encode(raw).block, expected)
+    check_equal(codec.encode(raws[3]).block, expected.take(torch.tensor([1, 2, 0])))
+    check_equal(codec.encode_request(samples)[0], expected, labelled=False)
+
+
 WRONG = {
     "a word for a number": ({"price": "much"}, "column price: must be a"),
     "a long text for a number": ({"price": "1" * 300_000 + "x"}, "column price: must be a"),  # hours if quadratic
@@ -131,6 +150,8 @@ WRONG = {
     "an id without a weight": ({"past views": [{"id": "a"}]}, 'column past views: must be a list of {"id"'),
     "a weight without an id": ({"past views": [{"weight": 1}]}, 'column past views: must be a list of {"id"'),
     "a large weight": ({"past views": [{"id": "a", "weight": -1e39}]}, "column past views: weights must be at most"),
+    "a pair for a list": ({"past views": {"id": 5, "weight": 1}}, 'column past views: must be a list of {"id"'),
+    "a map to texts": ({"past views": {"a": "1"}}, 'column past views: must be a list of {"id"'),
     "text without a weight": ({"past views": "a"}, "text (id:weight, by ' ')"),
     "a label of 2": ({"click": 2}, "column click: a label must be 0 or 1, got"),
     "no label": ({"click": None}, "column click: the label is missing, got None"),
@@ -163,6 +184,7 @@ texts = st.sampled_from(["", "NA", "-1", "2.5", "t", "\ud800"])
 anything = st.one_of(
     st.none(), st.booleans(), numbers, texts, st.just({}), st.lists(st.none() | numbers | texts, max_size=3),
     st.lists(st.fixed_dictionaries({"id": st.none() | numbers | texts, "weight": numbers}), max_size=2),
+    st.dictionaries(texts, numbers, max_size=2),
 )  # fmt: skip
 
 
