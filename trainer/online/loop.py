@@ -222,7 +222,6 @@ class _OnlineRun:
         def load() -> None:
             found.append(Position.load(path))
             self.measured.quality.load(path)
-            self.measured.newest_time = found[0].newest or 0
             # Entries of damaged checkpoints, which were skipped, are kept too.
             self._first_entries = {each.name: 0 for each in list_checkpoints(path.parent)}
             self._first_entries[path.name] = found[0].entry

@@ -57,7 +57,6 @@ class Measurements:
 
     Attributes:
         samples: trained on since the start of the run.
-        newest_time: newest sample time that was trained on, Unix seconds; 0 before the first sample.
         trained_seconds: time that the steps took.
         reading_seconds: time that :class:`Turns` has counted since the process started.
         quality, windows: of the open window, and of those that were closed since the process started.
@@ -65,12 +64,17 @@ class Measurements:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.samples = self.newest_time = 0
+        self.samples = 0
         self.trained_seconds = self.reading_seconds = self._seconds_before = 0.0
         self.windows = list[WindowQuality]()
         self.quality = ProgressiveQuality(seconds(trainer.config.online.window, "online.window"))
         self._reported, self._reported_at = dict[str, int](), time.monotonic()
         """What had arrived from the stream at the last report of it."""
+
+    @property
+    def newest_time(self) -> int:
+        """Newest sample time that was trained on, Unix seconds; 0 before the first sample."""
+        return self.quality.newest_time
 
     @property
     def samples_per_second(self) -> float:
@@ -100,7 +104,6 @@ class Measurements:
     def add(self, arrived: StreamBatch, logits: Tensor, log: MetricsLog) -> None:
         """Adds the predictions for a batch that was trained on, [B]; on the first process."""
         label, times = (torch.from_numpy(arrived.table[name].to_numpy().copy()) for name in (LABEL, TIME_COLUMN))
-        self.newest_time = max(self.newest_time, int(times.max()))
         for window in self.quality.add(logits, label, times):
             self._write_window(log, window)
 
@@ -207,6 +210,7 @@ class ProgressiveQuality:
 
     def __init__(self, window: int, most: int = 1 << 22):
         self._window, self._most, self._held = window, most, 0
+        self.newest_time = 0
         self._open: int | None = None
         self._logits: list[Tensor] = []
         self._labels: list[Tensor] = []
@@ -214,6 +218,7 @@ class ProgressiveQuality:
     def add(self, logits: Tensor, labels: Tensor, times: Tensor) -> Iterator[WindowQuality]:
         """Adds a batch's logits, labels and times, each [B]; yields the windows that it closes."""
         logits, labels = logits.detach().cpu().double(), labels.detach().cpu()
+        self.newest_time = max(self.newest_time, int(times.max()))
         windows = torch.div(times.cpu(), self._window, rounding_mode="floor")
         if self._open is not None:
             windows = windows.clamp_min(self._open)
@@ -244,16 +249,18 @@ class ProgressiveQuality:
         return not self._logits
 
     def frozen(self) -> pa.Table:
-        """The open window, to be saved in a checkpoint later."""
+        """The open window and the newest time, to be saved in a checkpoint later."""
         parts = [torch.cat(each).numpy() if each else np.empty(0) for each in (self._logits, self._labels)]
         table = pa.table({"logit": parts[0].astype(np.float64), "label": parts[1].astype(np.float32)})
-        return table.replace_schema_metadata({"open": str(-1 if self._open is None else self._open)})
+        opened = -1 if self._open is None else self._open
+        return table.replace_schema_metadata({"open": str(opened), "newest": str(self.newest_time)})
 
     def load(self, folder: Path) -> None:
-        """Restores the window of a checkpoint."""
+        """Restores the window and the newest time of a checkpoint."""
         table = feather.read_table(folder / WINDOW_FILE, memory_map=False)
         start = int(table.schema.metadata[b"open"])
         self._open = None if start < 0 else start
+        self.newest_time = int(table.schema.metadata[b"newest"])
         numbers = [torch.from_numpy(table[name].to_numpy().copy()) for name in ("logit", "label")]
         self._logits, self._labels = ([each] if len(each) else [] for each in numbers)
         self._held = len(numbers[0])

@@ -83,6 +83,7 @@ def test_a_window_of_many_samples_is_closed_in_parts(tmp_path: Path) -> None:
         feather.write_feather(quality.frozen(), str(tmp_path / WINDOW_FILE))
         quality = ProgressiveQuality(3600, most=5)
         quality.load(tmp_path)
+        assert quality.newest_time == 10799, "of the samples that were trained on, and not of those that wait"
     assert [(each.start, each.samples) for each in found] == [(7200, 6)] * 6
     expected = [log_loss(labels[n : n + 2].ravel(), logits[n : n + 2].ravel().sigmoid()) for n in range(0, 12, 2)]
     assert [each.logloss for each in found] == pytest.approx(expected)
