@@ -277,11 +277,22 @@ def _require_same_tables(source: Path, earlier: Sequence[TableSpec], now: Sequen
 
 
 def _require_same_fields(source: Path, earlier: Schema, schema: Schema) -> None:
-    for kind in ("dense", "sparse"):
-        before, now = ([field.name for field in getattr(each, kind)] for each in (earlier, schema))
-        if before != now:
-            different = sorted(set(before) ^ set(now)) or now
+    """Raises ValueError if the weights are of other inputs; ranges of numbers and vocabularies may be others."""
+    for kind, keys in (("dense", "transform"), ("sparse", "kind pooling bucketed max_length")):
+        names = ["name", *keys.split()]
+        before, now = (
+            [[getattr(field, key) for key in names] for field in getattr(each, kind)] for each in (earlier, schema)
+        )
+        if [name for name, *_ in before] != [name for name, *_ in now]:
+            different = sorted({name for name, *_ in before} ^ {name for name, *_ in now}) or [name for name, *_ in now]
             raise ValueError(f"train.warm_start = {str(source)!r} has other fields ({', '.join(different)})")
+        for old, new in zip(before, now, strict=True):
+            for key, one, other in zip(names, old, new, strict=True):
+                if one != other:
+                    raise ValueError(
+                        f"train.warm_start = {str(source)!r} was trained on a field {new[0]!r} with {key} = {one!r},"
+                        f" and these data have {other!r}, which means something else; prepare both alike"
+                    )
     # A single label may be another one: its task then starts from the earlier one's weights.
     labels = ("labels",) if (len(earlier.labels), len(schema.labels)) != (1, 1) else ()
     for name in (*labels, "negative_fraction"):

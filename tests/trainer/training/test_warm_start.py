@@ -90,6 +90,16 @@ def test_the_same_data_evaluate_equally_and_mismatches_are_refused(tmp_path: Pat
         refused(message, run, tmp_path, same, f"with_{setting}", f"train.warm_start={tmp_path}/{earlier}", setting)
     other = data(tmp_path / "b", "new", ["rome", "oslo"], COLUMNS.replace("numeric", "categorical"))
     refused(r"another network|has other fields", run, tmp_path, other, "fields", f"train.warm_start={tmp_path}/first")
+    schema = Schema.load(tmp_path / "second")
+    for kind, change in (("dense", {"transform": "log"}), ("sparse", {"pooling": "mean"})):
+        first, *others = getattr(schema, kind)
+        dataclasses.replace(schema, **{kind: (dataclasses.replace(first, **change), *others)}).save(tmp_path / "second")
+        ((key, value),) = change.items()
+        message = (
+            rf"trained on a field '{first.name}' with {key} = '{value}', and these data have .* prepare both alike"
+        )
+        refused(message, run, tmp_path, same, f"other_{key}", f"train.warm_start={tmp_path}/second")
+    schema.save(tmp_path / "second")
     for name, value in (("negative_fraction", 0.25), ("labels", ("buy", "label"))):
         changed = dataclasses.replace(Schema.load(tmp_path / "second"), **{name: value})
         changed.save(tmp_path / "second")
