@@ -259,8 +259,8 @@ def few_steps_warning(config: RunConfig, samples: int, steps: int) -> str:
     return (
         f"warning: the run has {steps} steps, below {FEW_STEPS}: too few for train.batch_size = {size} to reach what"
         f" a smaller batch does; set train.batch_size to {largest_batch(samples, epochs)}, or train.epochs to"
-        f" {-(-FEW_STEPS // -(-samples // size))} together with train.validation_fraction and train.patience, since"
-        " more epochs may learn rare ids by heart"
+        f" {-(-FEW_STEPS // -(-samples // size))} together with train.validation_fraction, train.patience and"
+        " checkpoint.keep_best, since more epochs may learn rare ids by heart"
     )
 
 

@@ -155,7 +155,7 @@ def auc_remark(values: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) -
 
     Args:
         values: measures of the report, of the test split.
-        epochs: of the validation samples or of the test split after each epoch.
+        epochs: of the validation samples or of the test split after each epoch up to the one of the report.
     """
     if values["auc"] > PERFECT:
         return (
@@ -169,7 +169,7 @@ def auc_remark(values: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) -
     return (
         f"AUC was {best[key]:.4f} after epoch {best['epoch']}, and is {values[key]:.4f} now: later epochs"
         f" probably learn the training samples by heart; set train.epochs = {best['epoch']}, or hold out samples and"
-        " stop early: train.validation_fraction = 0.1, train.patience = 1"
+        ' stop early: train.validation_fraction = 0.1, train.patience = 1, checkpoint.keep_best = "auc"'
     )
 
 
@@ -192,13 +192,13 @@ def calibration_remark(values: Mapping[str, Any]) -> str | None:
     lost = values["auc"] - newest["auc"]
     if lost > max(0.01, math.sqrt((1 / clicks + 1 / max(newest["rows"] - clicks, 1)) / 3)):  # two, at an AUC of 0.5
         drift = f"AUC is {100 * lost:.1f} points lower there: what is clicked has changed, or many ids are new"
-    elif abs(values["calibration"] - 1) > abs(off) / 2:
+    elif (values["calibration"] - 1) * off > off * off / 2:  # off in the same direction
         drift = (
             f"Calibration of the whole split is {values['calibration']:.3f}: the click rate differs from that of the"
             " training samples; if it did not change (evaluate --split train), the model is overfitted"
         )
     else:
-        drift = f"AUC is not lower there: the click rate has changed lately, to {newest['ctr']:.4f}"
+        drift = f"AUC is not clearly lower there: perhaps the click rate has changed lately, to {newest['ctr']:.4f}"
     return f"{found}. {drift}. Train on newer samples, or as they arrive (cowrec online)"
 
 

@@ -82,6 +82,12 @@ def require_unused(path: Path) -> None:
     if _is_used(path):
         if not (path / CONFIG).is_file():
             found = "is not empty, and not that of a run"
+        elif (path / REPORT).is_file() and (path / JOURNAL).exists():
+            found = "has a run whose stream ended; add --resume to follow it further"
+        elif (path / REPORT).is_file() and load_config(path / CONFIG).optimizer.rates_follow_epochs:
+            found = (
+                "has a complete run, whose rates have decayed; begin another with train.warm_start to train it further"
+            )
         elif (path / REPORT).is_file():
             found = "has a complete run; add --resume and raise train.epochs to train it further"
         else:

@@ -289,19 +289,20 @@ class _EpochRun:
         """Measures of the report: those of the best epoch where `checkpoint.keep_best` keeps it, else of the last one.
 
         With validation samples the test split is measured here for the first time: with the last weights and, if the
-        best ones are kept and are others, with these.
+        best ones are kept and are others, with these. The best checkpoint may be damaged, or removed before it was to
+        be kept; then another one is loaded, as by later commands.
         """
         last, best = self.epochs[-1], self.best_epoch()
         chosen = best if best and self.config.checkpoint.keep_best != "none" else last
         is_last = chosen is last
         if self.validation is not None:
             last = self._tested(log, last)
-            if not is_last:
-                # The best checkpoint may be damaged; then another one is loaded.
-                folder, fetch = self.trainer.checkpoints.folder, self.trainer.checkpoints.fetch
-                found = self.state.load_weights(folder, fetch=fetch)
-                is_last = found.step != chosen["step"]
-            chosen = last if is_last else self._tested(log, chosen)
+        if not is_last:
+            folder, fetch = self.trainer.checkpoints.folder, self.trainer.checkpoints.fetch
+            is_last = self.state.load_weights(folder, fetch=fetch).step != chosen["step"]
+            chosen = last if is_last else chosen if self.validation is None else self._tested(log, chosen)
+        elif self.validation is not None:
+            chosen = last
         values = {key: value for key, value in chosen.items() if key not in ("step", "rows")}
         others = {} if is_last else {"last_epoch": last}
         return values | ({"best_epoch": best["epoch"]} if best else {}) | others
@@ -318,8 +319,8 @@ class _EpochRun:
         best_possible = self.plan.schema.best
         return {
             **quality,
-            "auc_remark": auc_remark(quality, self.epochs),
-            "calibration_remark": calibration_remark(quality),
+            "auc_remark": auc_remark(quality, self.epochs[: quality["epoch"]]),
+            "calibration_remark": calibration_remark(quality) if self.config.train.loss == "bce" else None,
             "samples_per_second": self.speed.samples / self.speed.seconds if self.speed.seconds else nan,
             "train_seconds": self.speed.seconds,
             "best_possible": dict(best_possible) if best_possible else None,
@@ -472,10 +473,11 @@ class Trainer:
         self.checkpoints.finish()
         derived, last = self.plan.scaled.hyperparameters, self.checkpoints.latest
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before"
+        skip = "" if self.set_aside else ', or leave such batches out: on_nonfinite = "skip" in [train] or [online]'
         return NonFiniteLoss(
-            f"the loss was not finite {where}; {kept}. Look for values that are not finite in the data, lower"
-            f" optimizer.dense_lr (scaled to {derived.dense_lr:g}) or optimizer.embedding_lr (scaled to"
-            f' {derived.embedding_lr:g}), or leave such batches out: on_nonfinite = "skip" in [train] or [online]'
+            f"the loss {'or a gradient ' * bool(self.set_aside)}was not finite {where}; {kept}. Look for values that"
+            f" are not finite in the data, lower optimizer.dense_lr (scaled to {derived.dense_lr:g}) or"
+            f" optimizer.embedding_lr (scaled to {derived.embedding_lr:g}){skip}"
         )
 
     def interrupted(self) -> Interrupted:

@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from cowrec.data_pipeline.files import checksum, locked_folder
-from cowrec.trainer.config.run import load_config
+from cowrec.trainer.config.run import load_config, save_config
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs import checkpoint
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, checkpoint_name, find_checkpoint, list_checkpoints
 from cowrec.trainer.runs.remote_run import RunPlace
+from cowrec.trainer.runs.run_dir import require_unused
 from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.step_guard import random_state
@@ -128,6 +129,13 @@ def test_other_settings_are_refused(folder: Path, uninterrupted: Path, tmp_path:
         run(folder, uninterrupted, "optimizer.l2=0.5", resume=True)
     refused(r"is not a run: it has no config.toml", run, folder, folder / "data", resume=True)
     refused("has a complete run; add --resume", run, folder, uninterrupted)
+    shutil.copytree(uninterrupted, tmp_path / "decayed")
+    config = load_config(uninterrupted / "config.toml", ["optimizer.lr_decay=linear"])
+    save_config(config, tmp_path / "decayed" / "config.toml")
+    refused("whose rates have decayed; begin another with train.warm_start", run, folder, tmp_path / "decayed")
+    shutil.copytree(uninterrupted, tmp_path / "stream")
+    (tmp_path / "stream" / "journal").mkdir()
+    refused("has a run whose stream ended; add --resume to follow it", require_unused, tmp_path / "stream")
     with locked_folder(uninterrupted):
         for resume in (True, False):
             refused("another process is at work in", run, folder, uninterrupted, resume=resume)

@@ -369,6 +369,16 @@ def test_patience_ends_the_run_and_chooses_the_best_epoch(
     assert "the best by" not in caplog.text
 
 
+def test_the_report_is_of_weights_that_there_are(single: Path, tmp_path: Path) -> None:
+    """A run that begins to keep the best checkpoint when it is gone reports the last epoch, as later commands use."""
+    settings = ["train.epochs=8", "checkpoint.keep_last=1", "optimizer.embedding_lr=1", "optimizer.dense_lr=0.3"]
+    run(single, tmp_path / "run", *settings)
+    report = run(single, tmp_path / "run", *settings, "checkpoint.keep_best=logloss", resume=True)
+    assert report["best_epoch"] < report["epoch"] == 8
+    assert report["logloss"] == report["epochs"][-1]["logloss"]
+    assert evaluate(tmp_path / "run", single / "data")["logloss"] == pytest.approx(report["logloss"], abs=1e-7)
+
+
 def test_a_checkpoint_can_be_named(
     single: Path, stopped: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
