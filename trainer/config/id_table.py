@@ -79,6 +79,11 @@ class IdConfig:
                 )
             if own.kind != "collisionless":
                 _refuse_without_meaning(key, self.tables[name] if name else self, own.kind)
+            elif own.threshold > 1 and own.admission == "none":
+                raise ValueError(
+                    f'{key}.threshold = {own.threshold} has no meaning for {key}.admission = "none"; set that to'
+                    ' "count" or "probabilistic", or leave threshold out'
+                )
 
     def of_table(self, name: str) -> "IdConfig":
         """The settings of one table, without :attr:`tables`."""
@@ -124,13 +129,15 @@ def seconds(text: str, key: str) -> int:
 
 
 def _refuse_without_meaning(key: str, given: IdConfig | TableIds, kind: str) -> None:
-    """Raises ValueError for settings of collisionless tables if no table is one."""
-    if isinstance(given, IdConfig) and any(each.kind == "collisionless" for each in given.tables.values()):
-        return
-    for name in ("when_full", "admission", "threshold", "window", "expire_after"):
+    """Raises ValueError for settings that no table has, because of its kind."""
+    tables = given.tables.values() if isinstance(given, IdConfig) else ()
+    kinds = {kind, *(each.kind for each in tables if each.kind)}
+    unused = () if "collisionless" in kinds else ("when_full", "admission", "threshold", "window", "expire_after")
+    for name in (*unused, *["capacity"] * (kinds == {"rows"})):
         value = getattr(given, name)
         if value not in (None, getattr(IdConfig, name)):
+            other = '"hash" or "collisionless"' if name == "capacity" else '"collisionless"'
             raise ValueError(
-                f'{key}.{name} = {value!r} has no meaning for {key}.kind = "{kind}"; set it to "collisionless" or leave'
-                f" {name} out"
+                f'{key}.{name} = {value!r} has no meaning for {key}.kind = "{kind}"; set it to {other} or leave {name}'
+                " out"
             )

@@ -108,12 +108,17 @@ def mean_weight(schema: Schema) -> float:
 
 
 def task_weights(config: RunConfig, schema: Schema) -> list[float]:
-    """Weight of each label's loss. Raises ValueError for a weight of a label that the data do not have."""
+    """Weight of each label's loss. Raises ValueError for one of a label that the data do not have, or have alone."""
     for name, weight in config.train.task_weights.items():
         if name not in schema.labels:
             raise ValueError(
                 f"train.task_weights.{name} = {weight:g}: the data have no label {name!r}; {hint(name, schema.labels)}"
             )
+    if config.train.task_weights and len(schema.labels) == 1:
+        raise ValueError(
+            f"train.task_weights = {config.train.task_weights} weighs labels against each other, but the data have one;"
+            " leave it out"
+        )
     return [config.train.task_weights.get(name, 1.0) for name in schema.labels]
 
 

@@ -235,6 +235,12 @@ WRONG_TABLES: list[tuple[dict[str, Any], str]] = [
     *(({"expire_after": text} | IDS, WRONG_TIME) for text in ("30", "d", "-3d", "1.5h", "0d", "3 months")),
     ({"capacity": 0}, "id_table.capacity must be at least 1, got 0"),
     ({"kind": "hash", "expire_after": "3d"}, r'id_table.expire_after = .3d. has no meaning for .*"hash"'),
+    ({"kind": "collisionless", "threshold": 5}, 'threshold = 5 has no meaning for id_table.admission = "none"'),
+    (
+        {"kind": "rows", "capacity": 10},
+        'capacity = 10 has no meaning for id_table.kind = "rows"; set it to "hash" or "collisionless"',
+    ),
+    ({"kind": "rows", "tables": {"day": {"capacity": 10}}}, "tables.day.capacity = 10 has no meaning"),
     ({"kind": "rows", "tables": {"day": {"admission": "count"}}}, "tables.day.admission = 'count' has no meaning"),
     ({"tables": {"day": {"capacty": 4}}}, "id_table.tables.day.capacty"),
     ({"tables": {"dya": {"capacity": 4}}}, "names 'dya', which is not a sparse field; did you mean"),

@@ -113,6 +113,8 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
     ):
         refused(message, run, folder, "refused", *setting.split())
         assert not (folder / "refused").exists()
+    weights, message = "train.task_weights={label=2.0}", "weighs labels against each other, but the data have one"
+    refused(message, run_of, folder, folder / "refused", weights, data=folder / "data")
     refused("its labels are label instead of click, buy", evaluate, folder / "run", folder / "data")
 
 
