@@ -58,7 +58,9 @@ def group_sizes(file: GroupedFile) -> list[int]:
 def row_bytes(file: GroupedFile, columns: Sequence[str]) -> float:
     """Estimates the size of a row in memory."""
     if isinstance(file, ArrowFile):
-        return next((each.nbytes / each.num_rows for each in file.iter_batches(0, None, columns) if each.num_rows), 0.0)
+        # Unlike `nbytes` this does not follow offsets, which may be damaged.
+        batches = (each for each in file.iter_batches(0, None, columns) if each.num_rows)
+        return next((each.get_total_buffer_size() / each.num_rows for each in batches), 0.0)
     # The leaves of a nested column have the paths `column.list.element` and the like.
     leaves = [file.metadata.schema.column(leaf).path for leaf in range(file.metadata.num_columns)]
     wanted = [i for i, path in enumerate(leaves) if any(path == c or path.startswith(f"{c}.") for c in columns)]

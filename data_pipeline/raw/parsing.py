@@ -16,6 +16,7 @@ import pyarrow.csv
 from .columns import MISSING_LABEL, SampleColumns
 from .inputs import Block, Source
 from .layouts import LABEL_ADVICE, Layout
+from .reading import naming_file
 from .values import family, mask, plain_array
 
 
@@ -140,7 +141,8 @@ def raw_table(block: Block, layout: Layout) -> "RawTable":
 def _readable(block: Block, table: pa.Table) -> "RawTable":
     """Returns the rows whose values are valid, which Parquet does not ensure."""
     places = np.arange(block.first_place, block.first_place + block.samples)
-    table, wrong = unreadable_rows(table)
+    with naming_file(block.source.path):
+        table, wrong = unreadable_rows(table)
     bad = [BadRow(block.source, int(places[row]), *found) for row, found in wrong.items()]
     good = np.setdiff1d(np.arange(len(places)), list(wrong))
     return RawTable(table.take(pa.array(good)) if bad else table, places[good], bad)
@@ -150,9 +152,13 @@ def unreadable_rows(table: pa.Table) -> tuple[pa.Table, dict[int, tuple[str, str
     """Returns a table, of which rows can be taken, and by row the column and what is wrong with it.
 
     Text that is not UTF-8 is, and what else Arrow does not check as it reads, such as the day of a date.
+
+    Raises:
+        pyarrow.ArrowInvalid: the table is damaged, so that no row of it can be taken.
     """
     if not _problem(table):
         return table, {}
+    require_offsets(table)
     table = pa.table({name: _takeable(table[name]) for name in table.column_names})
 
     def first(row: int) -> tuple[str, str]:
@@ -160,6 +166,16 @@ def unreadable_rows(table: pa.Table) -> tuple[pa.Table, dict[int, tuple[str, str
         return next((name, problem) for name, problem in columns if problem)
 
     return table, {row: first(row) for row in _unreadable(table)}
+
+
+def require_offsets(table: pa.Table) -> None:
+    """Raises ArrowInvalid if values begin or end outside of their data, which an Arrow file without compression may
+    have after an interrupted copy, and whose use would crash the process.
+    """
+    for index, name in enumerate(table.column_names):
+        problem = _problem(table.select([index]))
+        if "ffset" in problem:
+            raise pa.ArrowInvalid(f"column {name}: {problem}")
 
 
 def _unreadable(table: pa.Table, start: int = 0) -> list[int]:

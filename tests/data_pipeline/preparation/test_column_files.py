@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, open_source, prepare
-from cowrec.data_pipeline.raw.values import as_id_text
+from cowrec.data_pipeline.raw.values import as_id_text, plain_array
 from raw_cases import TIMED_SCHEMA, content, read_split
 from refusal import refused
 
@@ -362,7 +362,19 @@ def cast(name, kind):
     return rewritten(lambda table: with_column(table, name, pa.nulls(100, kind)))
 
 
+def zeroed(folder, table):
+    """An Arrow file, which has no checksums, with zeros in place of offsets, as after an interrupted copy."""
+    with pa.OSFile(str(folder / "a.parquet"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    data = bytearray((folder / "a.parquet").read_bytes())
+    offsets = plain_array(table["city"].combine_chunks()).cast(pa.string()).buffers()[1].to_pybytes()[:400]
+    at = data.index(offsets)
+    data[at + 200 : at + 400] = bytes(200)
+    (folder / "a.parquet").write_bytes(data)
+
+
 WRONG_FILES = {
+    "an Arrow file with zeros": (zeroed, "a.parquet: truncated or damaged"),
     "no column": (rewritten(lambda table: table.drop_columns(["city"])), "a.parquet: no column 'city' among click"),
     "none": (rewritten(lambda _: pa.table({"x": [1]})), "no column 'city', 'click', 'past views', 'price', 'seen at',"),
     "twice": (rewritten(lambda table: table.append_column("city", table["city"])), "'city' occurs more than once"),
