@@ -114,6 +114,12 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     given, schema = config, Schema.load(data_dir)
     config = on_data(given, data_dir, schema)
     cells = grid.cells(config.train.seed)
+    decays = {cell.batch_size: on_data(cell.config(given), data_dir, schema).optimizer.lr_decay for cell in cells}
+    if len(set(decays.values())) > 1:
+        shown = ", ".join(f"{size}: {decay}" for size, decay in sorted(decays.items()))
+        say(
+            f"warning: optimizer.lr_decay depends on the number of steps ({shown}); set it, to compare batch sizes alone"
+        )
     with open_runs(output, config, RESULTS, "sweep") as runs:
         # Failures of earlier calls are not copied: a line may have been deleted to repeat its run.
         earlier, begin = [line for line in runs.lines if "error" not in line], len(runs.lines)
@@ -156,6 +162,7 @@ def _trained(runs: Runs, config: RunConfig, name: str) -> dict[str, Any]:
         "model": config.model.name,
         "data": Path(config.data.dir).name,
         "base_batch_size": config.optimizer.base_batch_size,
+        "lr_decay": config.optimizer.lr_decay,
     }
     with contextlib.suppress(ValueError):  # of values that the run itself refuses
         what |= dataclasses.asdict(Scaled.of(config).hyperparameters)

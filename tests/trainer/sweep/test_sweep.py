@@ -64,8 +64,10 @@ def key(line: dict[str, Any]) -> tuple:
     return line["rule"], line["batch_size"], line["clip"], line["seed"]
 
 
-def test_rates_decay_where_a_run_has_the_steps(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if `train` had been called with each batch size: ten steps, and six."""
+def test_rates_decay_where_a_run_has_the_steps(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As if `train` had been called with each batch size: ten steps, and six; which is said."""
     monkeypatch.setattr("cowrec.trainer.config.run.DECAY_SAMPLES", 1)
     monkeypatch.setattr("cowrec.trainer.config.run.DECAY_STEPS", 8)
     config = load_config(folder / "run.toml")
@@ -74,6 +76,8 @@ def test_rates_decay_where_a_run_has_the_steps(folder: Path, tmp_path: Path, mon
     sweep(dataclasses.replace(config, optimizer=defaults), folder / "data", tmp_path / "grid", grid)
     own = [load_config(each) for each in (tmp_path / "grid/runs").glob("*/config.toml")]
     assert {each.train.batch_size: each.optimizer.lr_decay for each in own} == {51: "linear", 102: "none"}
+    assert "lr_decay depends on the number of steps (51: linear, 102: none)" in capsys.readouterr().err
+    assert {each["batch_size"]: each["lr_decay"] for each in lines_of(tmp_path / "grid")} == {51: "linear", 102: "none"}
 
 
 def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) -> None:
