@@ -80,7 +80,7 @@ def samples_of(body: bytes, limit: int) -> tuple[list[RequestSample], bool]:
 
 
 def _most_ids(value: Any) -> int:
-    return len(value) if isinstance(value, list) else (len(value) + 1) // 2 if isinstance(value, str) else 1
+    return len(value) if isinstance(value, (list, dict)) else (len(value) + 1) // 2 if isinstance(value, str) else 1
 
 
 def encode_samples(codec: SampleCodec, samples: Sequence[RequestSample]) -> tuple[SampleBlock | None, list[str]]:

@@ -129,6 +129,10 @@ def test_requests_with_shared_fields(server: Client) -> None:
         ({"shared": [user], "samples": items}, (400, "shared must be a JSON object")),
         ({"shared": user, "samples": [3]}, (400, "sample 0 must be a JSON object")),
         ({"shared": user, "samples": items * 13}, (413, "a request has 65 samples, the limit is 60")),
+        (
+            {"shared": {**user, "tags": dict.fromkeys(range(36_000), 1)}, "samples": items * 12},
+            (413, "60 samples with"),
+        ),
         ({"shared": user | {"tags": "a|" * 500_000}, "samples": items}, (413, "5 samples with the shared fields have")),
     ):
         status, answer = server.predict(body)
