@@ -422,7 +422,7 @@ class _RequestEncoder:
             lists = _last(values, columns[field.along or field.source], field.max_length)
         else:
             lists = [value or [""] for value in values]
-        return [*chain.from_iterable(lists)], [len(each) for each in lists], None
+        return [each or "" for each in chain.from_iterable(lists)], [len(each) for each in lists], None
 
 
 def _last(values: Sequence[Any], along: Sequence[Any], most: int) -> list[list[str]]:

@@ -36,7 +36,7 @@ RULES = {
     "time": "must be Unix seconds or ISO 8601 text",
     "label": "must be true, false, a number or a string",
     "id": "must be a string, a number, true, false or null",
-    "ids": "must be a list of strings or numbers, its text joined by {0!r}, or null",
+    "ids": "must be a list of strings, numbers or nulls, its text joined by {0!r}, or null",
     "weighted": 'must be a list of {{"id": string or number, "weight": number}}, an object of weights by id, text'
     " (id{1}weight, by {0!r}) or null",
 }
@@ -261,12 +261,13 @@ def _fractions(values: list[float]) -> dict[float, str]:
     return dict(zip(values, pa.array(values).cast(pa.string()).to_pylist(), strict=True))
 
 
-def _texts(value: Any, column: ColumnType) -> list[str]:
+def _texts(value: Any, column: ColumnType) -> list[str | None]:
     if isinstance(value, str) and column.separator:
         return [_id(each, column) for each in _text(value, column).split(column.separator)]
     if not isinstance(value, list):
         raise _WrongValue
-    return _ids(value, column)
+    ids = iter(_ids([each for each in value if each is not None], column))
+    return [None if each is None else next(ids) for each in value]
 
 
 def _pairs(value: Any, column: ColumnType) -> list[dict[str, Any]]:

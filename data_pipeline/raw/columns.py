@@ -50,7 +50,7 @@ class SampleColumns:
 
     Args:
         table: typed columns; null is a missing value.
-        null_items: whether null inside a list is a "missing" id or "wrong".
+        null_items: whether a null id that has a weight is "missing" or "wrong"; without a weight it is missing.
         for_prediction: see `Layout`.
 
     Attributes:
@@ -221,7 +221,7 @@ class SampleColumns:
             ids, weights, wrong = self._pairs(items, field)
             rule = 'must be a list of {"id": string or number, "weight": number}'
             rule = f"must be id{field.weight_separator}weight, joined by {field.separator!r}" if joined else rule
-        if self._null_items == "wrong" and ids.null_count:
+        if self._null_items == "wrong" and weights is not None and ids.null_count:
             wrong = wrong | mask(ids.is_null())
         if wrong.any():
             self._fail(wrong, name, items, rule, np.repeat(np.arange(self._rows), lengths))
