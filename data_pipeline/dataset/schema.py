@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -224,11 +225,12 @@ class Schema:
         names += [SAMPLE_WEIGHT] * self.sample_weights + [SAMPLE_NUMBER] * self.numbered
         names += [each.name for each in self.dense] + [each.name for each in self.sparse]
         names += [each.name + WEIGHT_SUFFIX for each in self.sparse if each.kind == "weighted"]
-        repeated = sorted({name for name in names if names.count(name) > 1})
+        repeated = sorted(name for name, count in Counter(names).items() if count > 1)
         if repeated:
             raise ValueError(f"column names must differ, but {repeated} occur more than once")
+        by_name = {each.name: each for each in self.sparse}
         for each in self.sparse:
-            owner = next((other for other in self.sparse if other.name == each.vocabulary), None)
+            owner = by_name.get(each.vocabulary)
             if owner is None or (owner.num_embeddings, owner.encoding) != (each.num_embeddings, each.encoding):
                 raise ValueError(f"field {each.name!r} shares {each.shares!r}, which is no field of the same size")
             if each.along and not any((each.along, each.max_length) == (it.name, it.max_length) for it in self.sparse):

@@ -20,7 +20,7 @@ import torch
 
 from cowrec.data_pipeline.files import NO_SPACE, locked, space_remedy, sync_folder
 from cowrec.data_pipeline.parallel import ordered_map
-from cowrec.data_pipeline.remote import fetch_missing
+from cowrec.data_pipeline.remote import fetch_missing, is_remote
 
 from .sample_block import Bags, SampleBlock, id_dtype
 from .schema import (
@@ -293,8 +293,12 @@ _FILES = re.compile(
 
 
 def check_replaceable(place: str, names: Collection[str]) -> None:
-    """Raises ValueError unless the files in a folder are those of a data set, and no others would be deleted."""
-    if SCHEMA_FILE not in names:
+    """Raises ValueError unless the files in a folder are those of a data set, and no others would be deleted.
+
+    An interrupted upload to an object store lacks the schema, which is the last one.
+    """
+    partial = is_remote(place) and all(map(_FILES.fullmatch, names))
+    if SCHEMA_FILE not in names and not partial:
         raise ValueError(f"{place} is not a prepared data set, so it is not overwritten; choose another output folder")
     if others := sorted(name for name in names if not _FILES.fullmatch(name)):
         shown = ", ".join(others[:5]) + ", ..." * (len(others) > 5)

@@ -214,7 +214,7 @@ def _present(vocabulary: Vocabulary, texts: Collection[str]) -> list[str]:
 
 
 def _sparse(raw: RawField, kind: SparseKind, config: PrepareConfig) -> SparseField:
-    config.check_vocabulary(f"field {raw.name!r}: ", raw.min_count, raw.max_ids)
+    config.check_vocabulary(f"field {raw.name!r}: ", 0, raw.max_ids)
     bucketed = raw.kind == "numeric"
     encoding: Encoding = "hash" if config.hash_buckets else "raw" if config.raw_ids else "vocabulary"
     return SparseField(

@@ -24,7 +24,7 @@ from cowrec.data_pipeline.remote import Place, RemoteFolder, is_remote, local_pa
 
 from .config import DEFAULT_TEST_FRACTION, PrepareConfig, seconds_of
 from .engines import Engine, LocalEngine, dask_engine
-from .passes import FitPlan, WritePlan, fit, prepared_schema, write_splits
+from .passes import FitPlan, WritePlan, fit, prepared_schema, sparse_fields, write_splits
 from .splits import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, count_times, iso
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ def prepare(
     described, sources = _look(_layout(layout, schema_file, earlier), groups, keep, need_label=earlier is None)
     if earlier is None:
         described.check_names(config.dense)
+        sparse_fields(described, config)  # refuses what does not go together
     if overwrite:
         _check_outside(output, [source.path for source in sources], like)
     written = output_folder(output, overwrite=overwrite, shared=scheduler is not None)
@@ -257,6 +258,12 @@ def _by_files(files: Sequence[RawFile], groups: Sequence[Sequence[str]]) -> Spli
     samples, first_test = [file.samples for file in files], len(files) - test
     if not test:
         return None
+    of_split = {"validation": files[first_test - validation : first_test], "test": files[first_test:]}
+    for name, own in of_split.items():
+        if own and not any(file.samples for file in own):
+            raise ValueError(
+                f"the files of the {name} split have no samples: {', '.join(groups[1 + (name == 'test')])}"
+            )
     return by_order(sum(samples), sum(samples[first_test:]), sum(samples[first_test - validation : first_test]))
 
 

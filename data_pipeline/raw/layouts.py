@@ -122,7 +122,8 @@ class RawField:
         null: texts that mean a missing value, as the empty text always does: whole values, and the ids of lists. In
             numeric fields, a number means that number in any notation. By default those of the file.
         transform: for numbers; as `dense` of `[prepare]`, for this field. Empty means the value of `[prepare]`.
-        min_count, max_ids: for ids; as in `[prepare]`, for this field. 0 means the value of `[prepare]`.
+        min_count, max_ids: for ids; as in `[prepare]`, for this field. 0 means the value of `[prepare]`. `min_count`
+            does nothing with `raw_ids` and `hash_buckets`, which keep no vocabulary.
         max_length: for sequences, the number of ids of which the last ones are kept.
         shares: for sequences, the categorical field whose ids these are: both have one vocabulary and one table.
         along: for sequences, the sequence whose ids it describes one by one, such as the categories of a history of

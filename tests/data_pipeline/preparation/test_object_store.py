@@ -60,6 +60,9 @@ def test_a_data_set_from_and_to_an_object_store(logs, tmp_path):
         run(tmp_path, [tmp_path / "logs"], logs, overwrite=True)
     run(tmp_path, [f"{logs}/city=[a-b]*", f"file://{tmp_path}/logs/city=K%25C3%25B6ln"], output, overwrite=True)
     assert sum(name.startswith("train") for name in RemoteFolder(output).list()) == 2
+    RemoteFolder(output).remove(["schema.json"])  # as after an upload that was interrupted
+    run(tmp_path, [logs], output, overwrite=True)
+    assert "schema.json" in RemoteFolder(output).list()
 
 
 def test_files_in_an_object_store_are_found(logs):

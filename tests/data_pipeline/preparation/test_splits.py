@@ -5,6 +5,8 @@ import logging
 import random
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -192,3 +194,8 @@ def test_files_of_splits(tmp_path, monkeypatch):
     message = "files of the splits are for a new data set; give those of the test split"
     refused(message, split, [day["a"]], validation=[day["b"]])
     refused(r"a\.csv is given twice", split, [day["a"]], test=[day["a"]])
+    pq.write_table(pa.table({"label": [1], "shop": ["s"], "at": [5]}).slice(1), tmp_path / "none.parquet")
+    none, some = tmp_path / "none.parquet", tmp_path / "some.parquet"
+    pq.write_table(pa.table({"label": [1, 0], "shop": ["s", "t"], "at": [5, 6]}), some)
+    for name, files in (("test", {"test": [none]}), ("validation", {"validation": [none], "test": [day["b"]]})):
+        refused(rf"the files of the {name} split have no samples: .*none\.parquet", split, [some], **files)
