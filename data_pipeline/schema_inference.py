@@ -26,6 +26,7 @@ from cowrec.data_pipeline.dataset.schema import (
 )
 from cowrec.data_pipeline.raw.inputs import Source, find_inputs, partition_of
 from cowrec.data_pipeline.raw.layouts import RawKind, RawLabel
+from cowrec.data_pipeline.raw.parsing import require_offsets
 from cowrec.data_pipeline.raw.reading import look, naming_file, open_groups
 from cowrec.data_pipeline.raw.text import BYTE_ORDER_MARK, RawText
 from cowrec.data_pipeline.raw.values import (
@@ -76,7 +77,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     chosen, rule, note = _label(guesses, label, repeated, place, scope)
     _leave_out_leaks(guesses, sample, chosen, rule, scope)
     times = [name for name, guess in guesses.items() if guess.is_time and name != chosen]
-    time = max(times, key=lambda name: bool(TIME_NAME.search(name)), default="")
+    time = max(times, key=lambda name: (not guesses[name].missing, bool(TIME_NAME.search(name))), default="")
     markers = sorted({text for guess in guesses.values() for text in guess.null})
     lines = [
         f"# Written by `cowrec schema infer` from the first {len(sample.rows):,} rows of {_comment(sample.path)}.",
@@ -297,6 +298,7 @@ def _table_sample(source: Source, types: pa.Schema, label: str) -> RawSample:
     batches, rows = list[pa.RecordBatch](), 0
     with naming_file(source.path), closing(open_groups(source.path, source.format)) as file:
         for batch in file.iter_batches(SAMPLE_ROWS):  # an Arrow file may have batches of a few rows
+            require_offsets(pa.Table.from_batches([batch]))
             batches.append(batch)
             if (rows := rows + batch.num_rows) > SAMPLE_ROWS:
                 break
@@ -473,6 +475,8 @@ ENOUGH = 100
 """Samples of each class from which on a column that tells them apart is no chance."""
 FEW_VALUES = 20
 """An integer column with at most so many distinct numbers is probably one of codes."""
+MOST_MISSING = 0.05
+"""Share of missing values up to which a column of times may be those of the samples."""
 FREQUENT = 10
 """Samples of an integer from which on it may have an effect that its size does not tell."""
 LONG_TEXT = 60
@@ -544,7 +548,8 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "", scope:
         guess.why = "the index of a pandas data frame"
         return guess
     if said == "time":
-        guess.is_time, guess.why = bool(distinct), "a time"
+        guess.is_time = bool(distinct) and guess.missing <= MOST_MISSING
+        guess.why = "a time" if guess.is_time else "a time that many rows do not have"
         return guess
     if len(distinct) < 2:
         guess.why = ("one value only" if distinct else "no value at all") + scope

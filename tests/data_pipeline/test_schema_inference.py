@@ -306,9 +306,14 @@ def test_integers_that_may_be_ids_are_both(tmp_path: Path) -> None:
     assert found == numbers | dict.fromkeys(["slot_id_", "slot_id", "whole_id"], "categorical")
     assert [field.column for field in layout.fields] == ["slot", "slot", "slot_id", "whole", "whole", "opened_at"]
     schema = prepared(tmp_path / "raw.parquet")
+    shutil.rmtree(tmp_path / "data")
     frequent = [value for value in set(slot) if slot.count(value) >= 10]
     assert next(field for field in schema.sparse if field.name == "slot_id_").num_embeddings == len(frequent) + 2
     assert len(set(slot)) > 10 * len(frequent) > 0
+    for setting in ({"raw_ids": True}, {"hash_buckets": 1000}):
+        made = prepared(tmp_path / "raw.parquet", test_fraction=0, **setting)
+        assert "slot_id_" in [field.name for field in made.sparse]
+        shutil.rmtree(tmp_path / "data")
     for ends, remark in (
         (["", ""], ""),
         ([".0", ".0"], "unsure: 0.0 is another"),
@@ -323,6 +328,17 @@ def test_integers_that_may_be_ids_are_both(tmp_path: Path) -> None:
         values = [str(n % int(distinct * rows) * 1000) for n in range(rows)]
         assert guess_column("slot", values).also_ids == of_all
         assert guess_column("slot", values, scope=" in the first rows").also_ids == of_first
+
+
+def test_a_time_that_most_rows_lack_is_not_the_samples_one(tmp_path: Path) -> None:
+    times = pa.array(range(1_700_000_000, 1_700_000_300), pa.timestamp("s"))
+    some = pa.array([each if n % 15 == 0 else None for n, each in enumerate(times.to_pylist())], times.type)
+    few = pa.array([each if n % 30 else None for n, each in enumerate(times.to_pylist())], times.type)
+    columns = {"click": [n % 2 for n in range(300)], "shop": [f"s{n % 7}" for n in range(300)], "converted_at": some}
+    for others, expected in (({"began": times, "seen_at": few}, "began"), ({"seen_at": few}, "seen_at"), ({}, "")):
+        pq.write_table(pa.table(columns | others), tmp_path / "raw.parquet")
+        assert inferred(tmp_path / "raw.parquet")[1].time == expected
+    assert "# left out: 'converted_at': a time that many rows do not have" in infer_schema(tmp_path / "raw.parquet")
 
 
 @pytest.mark.parametrize("typed", [True, False])
