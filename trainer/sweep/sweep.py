@@ -118,7 +118,7 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     if len(set(decays.values())) > 1:
         shown = ", ".join(f"{size}: {decay}" for size, decay in sorted(decays.items()))
         say(
-            f"warning: optimizer.lr_decay depends on the number of steps ({shown}); set it, to compare batch sizes alone"
+            f"warning: optimizer.lr_decay depends on the number of steps ({shown}); set it to compare batch sizes alone"
         )
     with open_runs(output, config, RESULTS, "sweep") as runs:
         # Failures of earlier calls are not copied: a line may have been deleted to repeat its run.
