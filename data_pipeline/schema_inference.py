@@ -566,7 +566,7 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "", scope:
         )
     # A number is a valid time too: of Unix seconds.
     numbers = [float(text) for text in distinct if NUMBER_PATTERN.fullmatch(text)]
-    dated, named = _are_dates(distinct), TIME_NAME.search(name)
+    dated, named = all(DATE_DIGITS.fullmatch(text) for text in distinct), TIME_NAME.search(name)
     if named and (dated or (all(DATE_TEXT.match(text) for text in distinct) and not _are_times(distinct))):
         guess.why += f"; unsure: seem to be times, but {distinct[0]} is not read as one; write it as 2014-10-21T07:00"
     # Unix seconds of the years from 1973 to 2099.
@@ -574,10 +574,6 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "", scope:
     if not guess.missing and (not numbers or (named and lately)):
         guess.is_time = _are_times(distinct)
     return guess
-
-
-def _are_dates(texts: Sequence[str]) -> bool:
-    return all(DATE_DIGITS.fullmatch(text) for text in texts)
 
 
 def _are_times(texts: Sequence[str]) -> bool:

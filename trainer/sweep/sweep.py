@@ -114,7 +114,8 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     given, schema = config, Schema.load(data_dir)
     config = on_data(given, data_dir, schema)
     cells = grid.cells(config.train.seed)
-    decays = {cell.batch_size: on_data(cell.config(given), data_dir, schema).optimizer.lr_decay for cell in cells}
+    own = [on_data(cell.config(given), data_dir, schema) for cell in cells]  # some defaults depend on the batch size
+    decays = {each.train.batch_size: each.optimizer.lr_decay for each in own}
     if len(set(decays.values())) > 1:
         shown = ", ".join(f"{size}: {decay}" for size, decay in sorted(decays.items()))
         say(
@@ -123,7 +124,7 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     with open_runs(output, config, RESULTS, "sweep") as runs:
         # Failures of earlier calls are not copied: a line may have been deleted to repeat its run.
         earlier, begin = [line for line in runs.lines if "error" not in line], len(runs.lines)
-        for number, cell in enumerate(cells, 1):
+        for number, cell in enumerate(cells):
             if _find(runs.lines, cell):
                 continue
             # At the base batch size no rule changes anything.
@@ -132,9 +133,8 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
             twins = (_find(known, dataclasses.replace(cell, rule=rule)) for rule in rules)
             same = next(filter(None, twins), None)
             is_same = f" is {same['rule']}'s run: all rules are equal at the base batch size" if same else ""
-            say(f"\nrun {number} of {len(cells)}: {cell.name}{is_same}")
-            own = on_data(cell.config(given), data_dir, schema)  # some defaults depend on the batch size
-            runs.add({**(same or _trained(runs, own, cell.name)), **dataclasses.asdict(cell)})
+            say(f"\nrun {number + 1} of {len(cells)}: {cell.name}{is_same}")
+            runs.add({**(same or _trained(runs, own[number], cell.name)), **dataclasses.asdict(cell)})
             say(_in_short(runs.lines[-1]))
         return [line for cell in cells if (line := _find(runs.lines, cell))]
 

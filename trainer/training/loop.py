@@ -300,9 +300,7 @@ class _EpochRun:
         if not is_last:
             folder, fetch = self.trainer.checkpoints.folder, self.trainer.checkpoints.fetch
             is_last = self.state.load_weights(folder, fetch=fetch).step != chosen["step"]
-            chosen = last if is_last else chosen if self.validation is None else self._tested(log, chosen)
-        elif self.validation is not None:
-            chosen = last
+        chosen = last if is_last else chosen if self.validation is None else self._tested(log, chosen)
         values = {key: value for key, value in chosen.items() if key not in ("step", "rows")}
         others = {} if is_last else {"last_epoch": last}
         return values | ({"best_epoch": best["epoch"]} if best else {}) | others
