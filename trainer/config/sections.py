@@ -278,6 +278,11 @@ class OptimizerConfig:
                 f'optimizer.wide = "ftrl" needs optimizer.embedding = "adam", got {self.embedding!r}: FBGEMM\'s fused'
                 " optimizers update the wide weight with its row; leave it out or change the optimizer"
             )
+        if self.wide != "ftrl" and self.wide_alpha != OptimizerConfig.wide_alpha:
+            raise ValueError(
+                f'optimizer.wide_alpha = {self.wide_alpha} has no meaning for optimizer.wide = "{self.wide}"; set that'
+                ' to "ftrl", or leave the rate out'
+            )
         if self.embedding != "adam" and self.weight_decay:
             raise ValueError(
                 f'optimizer.weight_decay = {self.weight_decay} needs optimizer.embedding = "adam", got'

@@ -28,6 +28,9 @@ class TrainTask(nn.Module):
         linear_l2: L2 coefficient of the model's linear kernels.
         cross_l2: L2 coefficient of its cross kernels.
         bfloat16_device: type of the device whose matrix products are computed in bfloat16; "" for none.
+
+    Raises:
+        ValueError: a cross_l2 above 0 for a model without cross kernels.
     """
 
     def __init__(
@@ -38,6 +41,11 @@ class TrainTask(nn.Module):
         self.loss = loss
         self._bfloat16_device = bfloat16_device
         self._cross_l2 = cross_l2
+        if cross_l2 and not l2_kernels(model)["cross"]:
+            raise ValueError(
+                f"optimizer.cross_l2 = {cross_l2:g} is for cross layers, CIN and AutoInt, of which"
+                f" {type(model).__name__} has none; leave it out"
+            )
         self.set_linear_l2(linear_l2)
 
     def set_linear_l2(self, coefficient: float) -> None:

@@ -64,6 +64,7 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
          'optimizer.weight_decay = 0.1 needs optimizer.embedding = "adam", got \'sgd\'; use optimizer.l2'),
         ('[optimizer]\nembedding = "sgd"\nwide = "ftrl"', 'optimizer.wide = "ftrl" needs optimizer.embedding = "adam"'),
         ("[optimizer]\nwide_alpha = 0.0", "optimizer.wide_alpha must be above 0 and finite, got 0.0"),
+        ("[optimizer]\nwide_alpha = 0.2", 'optimizer.wide_alpha = 0.2 has no meaning for optimizer.wide = "adam"'),
         ('[clip]\nrule = "field"', "clip.rule = 'field' needs clip.max_norm"),
         ('[clip]\nrule = "global"\nmax_norm = 1.0', "'replay' computes absent rows later; set it to 'lazy'"),
         ('[clip]\nrule = "adaptive_field"\nbound = 1.0', "clip.bound = 1.0 has no meaning for clip.rule"),

@@ -109,6 +109,7 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
     for setting, message in (
         ("model.name=deepfm model.options={}", r'"deepfm" computes one logit, but the data have 2 labels'),
         ("train.task_weights={by=1}", r"train.task_weights.by = 1: the data have no label 'by'; did you mean 'buy'[?]"),
+        ("optimizer.cross_l2=0.1", "optimizer.cross_l2 = 0.1 is for cross layers, CIN and AutoInt, of which .* none"),
         ("train.task_weights={buy=-1}", "train.task_weights.buy must be at least 0 and finite, got -1"),
     ):
         refused(message, run, folder, "refused", *setting.split())
