@@ -28,7 +28,7 @@ def focal(
     logits: Tensor,
     label: Tensor,
     *,
-    gamma: Annotated[float, Field(ge=0)] = 2.0,
+    gamma: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0,
     alpha: Annotated[float, Field(gt=0, lt=1)] | None = None,
 ) -> Tensor:
     """Cross-entropy times (1 - p)^gamma, where p is the probability of the sample's own class.

@@ -228,6 +228,9 @@ class Schema:
         repeated = sorted(name for name, count in Counter(names).items() if count > 1)
         if repeated:
             raise ValueError(f"column names must differ, but {repeated} occur more than once")
+        for key, count in Counter(self.keys).items():
+            if count > 1:
+                raise ValueError(f"field {key!r} has the name of a sequence's position; give one of them another name")
         by_name = {each.name: each for each in self.sparse}
         for each in self.sparse:
             owner = by_name.get(each.vocabulary)

@@ -15,7 +15,7 @@ from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import FieldEmbeddings, LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size
 
-Ratio = Annotated[float, Field(gt=0)]
+Ratio = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class NormalisedFields(nn.Module):

@@ -216,6 +216,7 @@ OPTIONS = [
 LOSSES = [
     ("bcee", {}, r'train.loss is "bcee"; did you mean "bce"[?] known: bce, focal'),
     ("focal", {"gama": 1}, r"did you mean train.loss_options.gamma[?]"),
+    ("focal", {"gamma": math.inf}, "train.loss_options.gamma = inf: input should be a finite number"),
     ("focal", {"gamma": -1}, "train.loss_options.gamma = -1: input should be greater than or equal to 0"),
     ("focal", {"alpha": 1.0}, "train.loss_options.alpha = 1.0: input should be less than 1"),
     ("my_module:mean", {}, r"returned \[\] for logits .*reduction=\"none\""),

@@ -93,13 +93,15 @@ class Quality:
     Attributes:
         auc: area under the ROC curve, exact (no binning); NaN where the samples have one class only.
         logloss: mean binary cross-entropy, in nats; NaN without samples.
-        rows: samples whose label is known.
+        rows: samples whose label is known and whose weight is above 0.
         normalized_entropy: logloss over that of predicting `ctr` for every sample; 1 is a model that knows nothing
             else. NaN where the samples have one class only. He et al. 2014 (Practical Lessons from Predicting Clicks on
             Ads at Facebook), equation 1, with the click rate of the measured samples.
         calibration: mean prediction over mean label, of the same paper; 1 is best. NaN without a click.
         calibration_error: see :class:`CalibrationBins`; NaN without samples.
         ctr: mean label.
+        effective_clicks, effective_others: numbers of samples of each class that would tell as much if all weighed the
+            same: (sum of the weights)^2 / (sum of their squares), which is their number where they have no weights.
         calibration_bins: of the complete split.
         expected_auc: probability that a click's logit exceeds another sample's, over labels drawn with p; see
             :func:`measure`.
@@ -118,6 +120,8 @@ class Quality:
     calibration: float = nan
     calibration_error: float = nan
     ctr: float = nan
+    effective_clicks: float = 0.0
+    effective_others: float = 0.0
     calibration_bins: CalibrationBins | None = None
     expected_auc: float | None = None
     expected_logloss: float | None = None
@@ -183,14 +187,14 @@ def calibration_remark(values: Mapping[str, Any]) -> str | None:
     newest = values.get("newest")
     if not newest or not newest["ctr"] > 0:
         return None
-    off, clicks = newest["calibration"] - 1, newest["ctr"] * newest["rows"]
+    off, clicks, others = newest["calibration"] - 1, newest["effective_clicks"], newest["effective_others"]
     if abs(off) <= max(0.1, 3 / math.sqrt(clicks)):  # three standard deviations of a number of clicks
         return None
     found = (
         f"the newest tenth of the test samples has {abs(off):.0%} too {'many' if off > 0 else 'few'} predicted clicks"
     )
     lost = values["auc"] - newest["auc"]
-    if lost > max(0.01, math.sqrt((1 / clicks + 1 / max(newest["rows"] - clicks, 1)) / 3)):  # two, at an AUC of 0.5
+    if lost > max(0.01, math.sqrt((1 / clicks + 1 / max(others, 1)) / 3)):  # two, at an AUC of 0.5
         drift = f"AUC is {100 * lost:.1f} points lower there: what is clicked has changed, or many ids are new"
     elif (values["calibration"] - 1) * off > off * off / 2:  # off in the same direction
         drift = (
@@ -205,8 +209,9 @@ def calibration_remark(values: Mapping[str, Any]) -> str | None:
 def require_distinct_measures(labels: Sequence[str]) -> None:
     """Raises ValueError if two measures of several labels would have one name, such as `auc_<label>`."""
     own = [each.name for each in dataclasses.fields(Quality)]
+    report = ["auc_remark", "calibration_remark"]
     of_labels = [f"{measure}_{label}" for label in labels for measure in own] if len(labels) > 1 else []
-    for name, count in Counter([*own, *of_labels]).items():
+    for name, count in Counter([*own, *report, *of_labels]).items():
         if count > 1:
             taken = [label for label in labels if name.endswith(f"_{label}")]
             raise ValueError(
@@ -232,11 +237,11 @@ def measure(samples: Samples) -> Quality:
     pairs that the logits order rightly, of equal logits half of them.
     """
     samples = samples.where(~samples.label.isnan())
-    rows = len(samples.label)
     unknown_truth = samples.true_logit is not None and bool(samples.true_logit.isnan().any())
     logits, label, weight = samples.arrays()
     weighed = weight > 0
-    if not weighed.any():
+    rows = int(weighed.sum())
+    if not rows:
         return Quality(nan, nan, rows)
     order = np.flatnonzero(weighed)[logits[weighed].argsort()]
     scores, label, weight = logits[order], label[order], weight[order]
@@ -255,6 +260,8 @@ def measure(samples: Samples) -> Quality:
         float((prediction * of_blocks).sum() / total) / ctr if clicked else nan,
         bins.error,
         ctr,
+        _effective_size(weight[label > 0]),
+        _effective_size(weight[label == 0]),
         bins,
     )
     if samples.true_logit is None:
@@ -268,7 +275,7 @@ def measure(samples: Samples) -> Quality:
     pairs, expected = _ordered_pairs(positive, negative).sum(), _cross_entropy(scores, p).mean()
     return dataclasses.replace(
         quality,
-        expected_auc=float((pairs - own / 2) / (positive.sum() * negative.sum() - own)) if rows > 1 else nan,
+        expected_auc=float((pairs - own / 2) / (positive.sum() * negative.sum() - own)) if len(p) > 1 else nan,
         expected_logloss=float(expected),
         excess_logloss=float(expected - _cross_entropy(truth, p).mean()),
     )
@@ -310,6 +317,11 @@ def group_aucs(logits: np.ndarray, label: np.ndarray, weight: np.ndarray, groups
 def entropy(p: float) -> float:
     """Entropy of a click of probability p in (0, 1), in nats."""
     return float(-p * np.log(p) - (1 - p) * np.log1p(-p))
+
+
+def _effective_size(weight: np.ndarray) -> float:
+    """Kish's effective sample size of weights above 0, float64 [R]; 0 without samples."""
+    return float(weight.sum() ** 2 / np.square(weight).sum()) if len(weight) else 0.0
 
 
 def _block_starts(scores: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:

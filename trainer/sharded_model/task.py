@@ -113,7 +113,8 @@ class MeanLoss(nn.Module):
         weight = None if batch.weight is None else batch.weight / self._mean_weight
         if self._loss is bce:
             return F.binary_cross_entropy_with_logits(logits, batch.label, weight, reduction="sum")
-        losses = self._loss(logits, batch.label)
+        # Samples that are predicted may have no label, which the user's own code need not know.
+        losses = self._loss(logits, batch.label if self.training else batch.label.nan_to_num())
         return (losses if weight is None else losses * weight).sum()
 
     def _of_tasks(self, logits: Tensor, batch: Batch) -> Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from cowrec.data_pipeline import Batch, Reader, Schema
 from cowrec.data_pipeline.files import locked, locked_folder
@@ -126,6 +127,7 @@ class _EpochRun:
         keep_resident(readers, plan)
         self.state, self.say = self.trainer.state, self.trainer.say
         require_distinct_measures(plan.schema.labels)
+        _require_normalised(self.state.model, plan)
         self.thirds: np.ndarray | None = None
         if self.config.evaluate.by_id_counts and self.process.is_first:
             self.thirds = id_count_thirds(Path(self.config.data.dir), "test", plan.train_rows)
@@ -341,6 +343,21 @@ class _EpochRun:
             f"batch {self.config.train.batch_size} ({self.plan.epoch_steps} steps an epoch{first}), "
             f"{self.trainer.describe_settings()}"
         )
+
+
+def _require_normalised(model: nn.Module, plan: RunPlan) -> None:
+    """Raises ValueError for a network with batch normalisation and a batch, or a part of one, of a single sample."""
+    train, rows = plan.config.train, plan.train_rows
+    if not any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()):
+        return
+    for samples in (min(train.batch_size, rows), rows % train.batch_size):
+        if 0 < samples < 2 * train.accumulation:
+            raise ValueError(
+                f'model.name = "{plan.config.model.name}" has batch normalisation, which cannot train on a single'
+                f" sample, as there would be in a batch of {samples}: {rows:,} training samples in batches of"
+                f" {train.batch_size} (train.batch_size), in {train.accumulation} parts each (train.accumulation);"
+                " choose another batch size"
+            )
 
 
 class Speed:

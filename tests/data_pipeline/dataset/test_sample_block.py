@@ -1,5 +1,7 @@
 """Columns of samples: several labels, weights, numbers and kept columns. Readers' tests are of the selections."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -41,3 +43,9 @@ def test_batches_have_all_labels_and_the_weights_of_samples(tmp_path, resident):
 def test_columns_of_samples_have_names_of_their_own(wrong, message):
     with pytest.raises(ValueError, match=message):
         Schema("test", (DenseField("sample_weight"),), (SparseField("a", 9),), {}, **wrong)
+
+
+def test_no_field_has_the_name_of_a_position():
+    fields = SparseField("seen", 9, "sequence", max_length=5), SparseField("seen[4]", 9)
+    with pytest.raises(ValueError, match=re.escape("field 'seen[4]' has the name of a sequence's position")):
+        Schema("test", (), fields, {})

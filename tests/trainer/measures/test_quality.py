@@ -224,7 +224,7 @@ def columns(drawn: list[tuple]) -> tuple[torch.Tensor, ...]:
 def test_any_weighted_samples_are_measured_as_by_scikit_learn(drawn: list[tuple]) -> None:
     logits, label, weight, groups = columns(drawn)
     quality = measure(Samples(logits, label, weight))
-    assert quality.rows == len(drawn)
+    assert quality.rows == (weight > 0).sum()
     of_groups = group_aucs(*Samples(logits, label, weight).arrays(), groups.numpy(), 5)
     kept = weight > 0
     measured_groups = [groups >= 0, *(groups == g for g in range(5))]
@@ -326,11 +326,11 @@ def test_the_newest_tenth_is_measured_and_its_drift_is_remarked(tmp_path: Path) 
 
 def test_the_remark_tells_drifts_apart() -> None:
     def remark(calibration: float, *, whole: float = 1.0, **newest: float) -> str | None:
-        newest = {"calibration": calibration, "auc": 0.7, "rows": 10_000, "ctr": 0.2} | newest
-        return calibration_remark({"calibration": whole, "auc": 0.7, "newest": newest})
+        usual = {"calibration": calibration, "auc": 0.7, "ctr": 0.2, "effective_clicks": 2e3, "effective_others": 8e3}
+        return calibration_remark({"calibration": whole, "auc": 0.7, "newest": usual | newest})
 
     assert remark(1.09) is remark(0.91) is remark(math.nan, ctr=0.0) is calibration_remark({"auc": 0.7}) is None
-    assert remark(1.25, rows=100) is None, "20 clicks are off by 22 % by chance"
+    assert remark(1.25, effective_clicks=20) is None, "20 clicks are off by 22 % by chance"
     lately = "has 25% too many predicted clicks. AUC is not clearly lower there: perhaps the click rate has changed"
     clicked = "has 20% too few predicted clicks. AUC is 5.0 points lower there: what is clicked has"
     overall = "clicks. Calibration of the whole split is 1.200: the click rate differs from that of"
@@ -338,6 +338,21 @@ def test_the_remark_tells_drifts_apart() -> None:
     for expected, found in [*drifts, (lately, remark(1.25, whole=0.6))]:
         assert expected in str(found)
         assert str(found).endswith(". Train on newer samples, or as they arrive (cowrec online)")
+
+
+def test_weights_of_few_samples_leave_few_clicks() -> None:
+    """A sum of weighted clicks has the variance of the squares of their weights; those of weight 0 do not count."""
+    draw, chosen = np.random.default_rng(0), 1_000
+    p, weight = np.full(100_000, 0.2), np.zeros(100_000)
+    weight[:chosen] = draw.choice([1.0, 7.0], chosen)
+    sums = [(weight * (draw.random(100_000) < p))[:chosen].sum() for _ in range(400)]
+    label = torch.from_numpy((draw.random(100_000) < p).astype(np.float32))
+    quality = measure(Samples(torch.zeros(100_000), label, torch.from_numpy(weight).float()))
+    assert quality.rows == chosen
+    # Of rare clicks the deviation is 1 / sqrt(clicks); with a rate of 0.2 that of chance is smaller by sqrt(0.8).
+    assert np.std(sums) / np.mean(sums) == pytest.approx((0.8 / quality.effective_clicks) ** 0.5, rel=0.1)
+    plain = measure(Samples(torch.zeros(100_000), label))
+    assert (plain.effective_clicks, plain.effective_others) == (label.sum(), 100_000 - label.sum())
 
 
 UNLABELLED = 5

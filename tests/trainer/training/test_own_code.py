@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline import Schema, prepare
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.trainer import evaluate, export_model, train
 from cowrec.trainer.config.run import load_config, with_defaults
@@ -178,3 +180,38 @@ def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path, kin
     given, two = with_defaults(load_config(config), 200), Process(0, 2, 2, True, torch.device("cpu"))
     plan = RunPlan.of(given, Schema.load(folder / "data"), two)
     refused(rf"has a {kind} .*norm., whose means leave out samples of other processes, or", unsharded_task, plan)
+
+
+def test_a_batch_norm_refuses_batches_of_one_sample(folder: Path, tmp_path: Path) -> None:
+    """The last batch has one sample, or three in two parts."""
+    file, config = tmp_path / "my_lonely.py", tmp_path / "run.toml"
+    write_network(file, "self.norm(x.flat)[:, 0]")
+    config.write_text(f'[model]\nname = "{file.stem}:Net"\n[train]\nepochs = 1\ndevice = "cpu"\n')
+    rows = Schema.load(folder / "data").split("train").rows
+    message = "has batch normalisation, which cannot train on a single sample, as there would be in a batch of"
+    for size, parts in ((rows - 1, 1), (rows - 3, 2)):
+        given = load_config(config, [f"train.batch_size={size}", f"train.accumulation={parts}"])
+        refused(message, train, given, folder / "data", tmp_path / "run")
+    train(load_config(config, [f"train.batch_size={rows - 2}"]), folder / "data", tmp_path / "run_of_two")
+
+
+@pytest.mark.parametrize("loss", [
+    "F.binary_cross_entropy(torch.sigmoid(logits), label, reduction='none')",
+    "F.cross_entropy(torch.stack([0 * logits, logits], 1), label.long(), reduction='none')",
+])  # fmt: skip
+def test_a_loss_need_not_know_samples_without_a_label(tmp_path: Path, loss: str) -> None:
+    name = f"my_strict_{'binary' in loss}"
+    (tmp_path / f"{name}.py").write_text(
+        f"import torch\nimport torch.nn.functional as F\n\n\ndef loss(logits, label):\n    return {loss}\n"
+    )
+    draw = np.random.default_rng(0)
+    known = pa.table({"click": draw.integers(0, 2, 200), "city": draw.integers(0, 9, 200)})
+    pq.write_table(known, tmp_path / "raw.parquet")
+    pq.write_table(known.drop_columns(["click"]), tmp_path / "new.parquet")
+    (tmp_path / "columns.toml").write_text('label = "click"\nfields = [{name = "city", kind = "categorical"}]\n')
+    prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "data", schema_file=tmp_path / "columns.toml")
+    prepare("tabular", [tmp_path / "new.parquet"], tmp_path / "new", like=tmp_path / "data")
+    config = tmp_path / "run.toml"
+    config.write_text(f'[train]\nloss = "{name}:loss"\nbatch_size = 64\nepochs = 1\ndevice = "cpu"\n')
+    train(load_config(config), tmp_path / "data", tmp_path / "run")
+    assert np.isfinite(predicted(tmp_path / "run", tmp_path / "new")).all()

@@ -194,7 +194,11 @@ def test_a_first_label_that_the_test_split_does_not_know(tmp_path: Path, folder:
 
 
 def test_labels_whose_measures_would_have_one_name(tmp_path: Path, folder: Path) -> None:
-    for labels, measure in ((("click", "error"), "calibration_error"), (("x", "error_x"), "calibration_error_x")):
+    for labels, measure in (
+        (("click", "error"), "calibration_error"),
+        (("x", "error_x"), "calibration_error_x"),
+        (("click", "remark"), "auc_remark"),
+    ):
         with pytest.raises(ValueError, match=f"the measure '{measure}' of label .* give the label another name"):
             require_distinct_measures(labels)
     require_distinct_measures(("error",))
