@@ -118,6 +118,11 @@ class LookupsHandle:
         for each in self._lookups:
             each.accumulation.passes = passes
 
+    @property
+    def waiting(self) -> int:
+        """Backward passes whose gradients wait for others of their step."""
+        return max((each.accumulation.waiting for each in self._lookups), default=0)
+
     def remove(self) -> None:
         """Detaches from the model; the weights do not change. Calling it again has no effect."""
         self.accumulate(1)
@@ -161,8 +166,8 @@ def wrap_lookups(
         ]
     handle = LookupsHandle(lookups, [*undo, *(_wrap_lookup(each, look_up) for each in lookups)])
 
-    def attached() -> Any:  # a function, which a copy of the model shares
-        return handle if owner is None else owner
+    def attached() -> tuple[LookupsHandle, Any]:  # a function, which a copy of the model shares
+        return handle, handle if owner is None else owner
 
     for each in called:
         setattr(each, _ATTACHED, attached)
@@ -171,7 +176,13 @@ def wrap_lookups(
 
 def attached_to(collection: ShardedCollection) -> Any:
     """What is attached to a collection: a :class:`LookupsHandle` or an :class:`EmbeddingAdam`; None if nothing is."""
-    return getattr(collection, _ATTACHED, lambda: None)()
+    return getattr(collection, _ATTACHED, lambda: (None, None))()[1]
+
+
+def waiting_passes(collection: ShardedCollection) -> int:
+    """Backward passes whose gradients wait for others of their step; see :meth:`LookupsHandle.accumulate`."""
+    handle: LookupsHandle | None = getattr(collection, _ATTACHED, lambda: (None, None))()[0]
+    return handle.waiting if handle else 0
 
 
 def require_unattached(collections: Collection[ShardedCollection]) -> None:
@@ -208,6 +219,15 @@ def _warn_once_of_unequal_calls(lookups: Sequence[ClippedLookup]) -> Callable[[]
     return check
 
 
+def refuse_copy(copied: nn.Module) -> None:
+    """Raises RuntimeError for a copy of a collection that is attached."""
+    raise RuntimeError(
+        f"this {type(copied).__name__} is a copy of one that is attached, and would read and train the tables of that"
+        " one; call remove() on what attach_cowclip returned, or on EmbeddingAdam, before the model is copied, and"
+        " attach each of them"
+    )
+
+
 def _guard(
     attached: nn.Module,
     collection: ShardedCollection,
@@ -227,11 +247,7 @@ def _guard(
                 " function of what they return"
             )
         if called is not attached:
-            raise RuntimeError(
-                f"this {type(collection).__name__} is a copy of one that is attached, and would read and train the"
-                " tables of that one; call remove() on what attach_cowclip returned, or on EmbeddingAdam, before the"
-                " model is copied, and attach each of them"
-            )
+            refuse_copy(called)
         if lookup_modules(collection) != wrapped:  # modules are equal to themselves alone
             raise RuntimeError(
                 f"the lookups of {type(collection).__name__} were rebuilt after attaching, as by"

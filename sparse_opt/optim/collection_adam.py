@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
+from cowrec.sparse_opt.clipping.handle import refuse_copy
 from cowrec.sparse_opt.tbe.column_shards import copy_from_first_shards
 from cowrec.sparse_opt.tbe.lookup import ShardedCollection, process_group_of, sharded_like_weights
 
@@ -62,6 +63,8 @@ class CollectionAdam:
         self.params: dict[str, Tensor] = {}
         self.of_param: dict[Tensor, dict[str, Any]] = {}
         self._steps = 0
+        self._written = False
+        """Whether all weights were loaded in place, perhaps with the moments, whose missed steps are then still due."""
 
     @property
     def step(self) -> int:
@@ -70,6 +73,7 @@ class CollectionAdam:
 
     @step.setter
     def step(self, value: int) -> None:
+        self._written = False
         for adam in self.lookups:
             adam.step = value
             adam.mark_current()
@@ -89,7 +93,19 @@ class CollectionAdam:
         self._step_hook = called.register_forward_pre_hook(compiler.disable(lambda *_: self._before_forward()))
         self._hook_state()
 
+    def take_missed_steps(self) -> None:
+        """Brings the moments of weights that were loaded in place to their step, unless they were loaded too."""
+        if not self._written:
+            return
+        self._written = False
+        for adam in self._replayed():
+            loaded = [view.clone() for view in _views(adam)]
+            adam.flush()
+            for view, weights in zip(_views(adam), loaded, strict=True):
+                view.copy_(weights)
+
     def _before_forward(self) -> None:
+        self.take_missed_steps()
         # To an evaluation in another thread lookups may be behind whose backward is still to come.
         if any(adam.clipped.forward_thread == get_ident() for adam in self.lookups):
             self.complete_step()
@@ -107,6 +123,7 @@ class CollectionAdam:
 
         Rows whose shards or copies on other ranks may be at other steps are brought up to date.
         """
+        self.take_missed_steps()
         self.complete_step()
         for adam in self._replayed_unequally():
             adam.flush()
@@ -122,16 +139,25 @@ class CollectionAdam:
                 self._hook_state()
 
     def _hook_state(self) -> None:
-        def catch_up(*_: Any) -> None:
+        def catch_up(called: nn.Module, *_: Any) -> None:
+            if called is not self.collection:
+                refuse_copy(called)
+            self.take_missed_steps()
             for adam in self._replayed():
                 adam.catch_up_all()
 
-        def flush(_: nn.Module, state: Mapping[str, Any], *__: Any) -> None:
+        def flush(called: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
             """What is loaded has no moments, may lack weights, and may be the weights' memory, written before."""
+            if called is not self.collection:
+                refuse_copy(called)
             given = {each.data_ptr() for value in state.values() for each in _held_here(value)}
-            for adam in (each for each in self._replayed() if each.step):
-                views = map(partial(adam.lookup.view_of, adam.lookup.flat_weights()), range(len(adam.lookup.shards)))
-                written = [(view, view.clone()) for view in views if view.data_ptr() in given]
+            replayed = [each for each in self._replayed() if each.step]
+            if all(view.data_ptr() in given for adam in replayed for view in _views(adam)):
+                self._written = True
+                return
+            self.take_missed_steps()
+            for adam in replayed:
+                written = [(view, view.clone()) for view in _views(adam) if view.data_ptr() in given]
                 adam.flush()
                 for view, loaded in written:
                     view.copy_(loaded)
@@ -185,6 +211,7 @@ class CollectionAdam:
 
     def settle(self) -> int:
         """Completes the latest step and brings all rows up to date; returns the steps taken, the same on all ranks."""
+        self.take_missed_steps()
         self.complete_step()
         for adam in self.lookups:
             adam.flush()
@@ -192,6 +219,7 @@ class CollectionAdam:
 
     def restore(self, steps: int) -> None:
         """Declares all rows and moments, which were loaded, to be those after step ``steps``."""
+        self._written = False
         for adam in self.lookups:
             adam.step = steps
         self.history.restart(steps)
@@ -210,6 +238,7 @@ class CollectionAdam:
 
     def restore_stored(self, rates: Sequence[float]) -> None:
         """Declares the loaded last steps of the rows to be valid, after steps with these learning rates."""
+        self._written = False
         for adam in self.lookups:
             adam.step = len(rates)
         self.history.replace(np.asarray(rates, np.float64))
@@ -297,6 +326,11 @@ def _require_sizes(key: str, given: Mapping[str, Any], own: Mapping[str, Any]) -
                 f"the optimizer's state holds {name!r} of {key!r} in the sizes {sizes}, but the table has {wanted};"
                 " load it into a model with the same tables, sharded alike"
             )
+
+
+def _views(adam: LookupAdam) -> list[Tensor]:
+    """Weights of each of a lookup's shards."""
+    return list(map(partial(adam.lookup.view_of, adam.lookup.flat_weights()), range(len(adam.lookup.shards))))
 
 
 def _held_here(value: Any) -> list[Tensor]:

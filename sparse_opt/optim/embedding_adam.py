@@ -192,6 +192,8 @@ class EmbeddingAdam(FusedOptimizer):
 
     def flush(self) -> None:
         """Brings every row and its moments up to date; has no effect unless rows are replayed."""
+        for each in self.collections:
+            each.take_missed_steps()
         for adam in self.lookups:
             adam.flush()
 
@@ -315,6 +317,7 @@ class EmbeddingAdam(FusedOptimizer):
     def prepare_step(self) -> None:
         """Prepares the device for the coming step of a CUDA graph; call it before the capture and each replay."""
         for each in self.collections:
+            each.take_missed_steps()
             each.history.prepare(each.step + 1, self.lr)
 
     def count_step(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cowrec.sparse_opt.clipping.handle import attached_to
+from cowrec.sparse_opt.clipping.handle import attached_to, waiting_passes
 from cowrec.sparse_opt.clipping.table_rules import named_tables
 from cowrec.sparse_opt.id_tables.kernels.hashing import GOLDEN, mix
 from cowrec.sparse_opt.id_tables.kernels.slots import COOLDOWN
@@ -160,7 +160,7 @@ class RowInitializer:
                 " embedding_lookup_stream of StagedTrainPipeline do: its new ids got the rows of earlier ones, which"
                 " are reset too late; use TrainPipelineSparseDist"
             )
-        waiting = max((group.adam.clipped.accumulation.waiting for group in self._groups if group.adam), default=0)
+        waiting = max(map(waiting_passes, self._made_with), default=0)
         if waiting >= COOLDOWN and len(new_rows.row):
             raise ValueError(
                 f"{waiting} backward passes wait for their step, and rows that were freed {COOLDOWN} batches ago may"

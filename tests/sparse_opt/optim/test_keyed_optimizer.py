@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.optim import lr_scheduler
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
@@ -150,6 +151,38 @@ def test_wrappers_drive_save_and_load(name: str, library: str, tmp_path: Path) -
     optimizer.load_state_dict(state["optimizer"])
     train_with(model, optimizer, 7, 12)
     assert_equal(state_of(model, adam), expected)
+
+
+@pytest.mark.parametrize("names", permutations(["model", "optimizer"]))
+def test_a_rollback_into_states_taken_earlier(names: tuple[str, str], tmp_path: Path) -> None:
+    """They are the memory of weights and moments, which the checkpoint is read into."""
+    model, adam = started()
+    parts = {"model": model, "optimizer": adam}
+    train(model, adam, range(3))
+    expected = state_of(model, adam)
+    state = {name: part.state_dict() for name, part in parts.items()}
+    dcp.save(state, checkpoint_id=tmp_path)
+    train(model, adam, range(3, 9))
+    dcp.load(state, checkpoint_id=tmp_path)
+    for name in names:
+        parts[name].load_state_dict(state[name])
+    assert_equal(state_of(model, adam), expected)
+
+
+def test_weights_written_in_place_are_kept_where_no_optimizer_is_loaded() -> None:
+    """The missed steps of their moments do not move them."""
+    model, adam = started()
+    state = model.state_dict()
+    train(model, adam, range(3))
+    parts = [each.local_shards()[0].tensor for each in state.values() if isinstance(each, ShardedTensor)]
+    assert len(parts) == 2
+    for part in parts:
+        part.fill_(0.5)
+    model.load_state_dict(state)
+    assert int(next(iter(adam.state_dict()["state"].values()))["step"]) == 3
+    for key, each in model.state_dict().items():
+        if isinstance(each, ShardedTensor):
+            assert (each.local_shards()[0].tensor == 0.5).all(), key
 
 
 # Each way of saving meets each order of saving and of loading.

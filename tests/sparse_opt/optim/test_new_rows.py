@@ -278,6 +278,14 @@ def test_new_rows_while_as_many_passes_wait_as_rows_rest_are_refused() -> None:
         training.step(next(batches))
     refused("call accumulate with at most 4", training.step, next(batches))
     training = Training()
+    training.adam.remove()
+    training.initializer = RowInitializer(training.model, None, ["t"], columns=DIM, std=1.0, seed=0)
+    attach_cowclip(training.model, CowClip(r=1.0, zeta=0.1)).accumulate(COOLDOWN + 1)
+    batches = training.translated()
+    for _ in range(COOLDOWN):
+        training.step(next(batches))
+    refused("call accumulate with at most 4", training.step, next(batches))
+    training = Training()
     training.adam.accumulate(COOLDOWN)
     for _, batch in zip(range(3 * COOLDOWN), training.translated(), strict=False):
         training.step(batch)
