@@ -327,8 +327,8 @@ def _type_of(value: Any, column: ColumnType) -> pa.DataType | None:
         return pa.bool_() if isinstance(value, bool) else pa.int64() if isinstance(value, int) else pa.float64()
     if column.kind == "id" and isinstance(value, int):
         return pa.int64()
-    if not isinstance(value, list):
-        return CANONICAL[column.kind]
+    if column.kind not in ("ids", "weighted") or not isinstance(value, list):
+        return CANONICAL[column.kind]  # of a wrong value too, so that Arrow refuses it alone
     first = value[0].get("id") if isinstance(value[0], dict) else value[0]
     item = pa.int64() if isinstance(first, int) else pa.string()
     return pa.list_(item if column.kind == "ids" else pa.struct([("id", item), ("weight", pa.float64())]))

@@ -233,7 +233,9 @@ class SampleColumns:
         if field.kind != "sequence":
             return _with_missing(offsets, ids, weights)
         missing = nothing = mask(pc.equal(ids, ""))
-        if not joined and not field.along:  # an item that is null or a marker keeps its place beside one along it
+        if not joined and not field.along and not along:  # as text that is a marker
+            nothing = missing & ~mask(items.is_null())
+        elif not joined and not field.along:  # an item that is null or a marker keeps its place beside one along it
             nothing = mask(pc.equal(items, "").fill_null(False)) if is_text(items.type) else np.zeros_like(missing)
             for other in along:
                 nothing = nothing | missing & np.repeat(_without_items(other), lengths)

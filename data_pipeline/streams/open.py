@@ -1,9 +1,9 @@
 """Addresses of streams: opens the source that an address names."""
 
-from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl, urlencode, urlunsplit
 
+from cowrec.data_pipeline.remote import local_path
 from cowrec.data_pipeline.urls import split_url, without_credentials
 
 from .brokers import KafkaSource, RedisSource
@@ -41,4 +41,4 @@ def open_source(address: str, *, damaged: Literal["stop", "skip"] = "stop") -> S
         return KafkaSource(parts.netloc, topic, options)
     if parts.scheme not in ("", "file"):
         raise ValueError(f"{shown}: must be a folder, redis:// or kafka://, got {parts.scheme}://")
-    return DirectorySource(Path(parts.path if parts.scheme else address), damaged)
+    return DirectorySource(local_path(address), damaged)

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -142,6 +143,28 @@ def test_null_in_a_list_is_a_missing_id(codec):
     for raw in (codec.from_objects(samples), codec.from_json([json.dumps(each).encode() for each in samples])):
         check_equal(codec.encode(raw).block, expected.block)
     check_equal(codec.encode_request(samples)[0], expected.block, labelled=False)
+
+
+def test_a_missing_value_by_its_text_keeps_its_place_in_a_list(tmp_path):
+    """A history of it alone has one missing id, as in `prepare`; one of an empty text has none."""
+    seen = [["a", "b"], ["NA"], ["NA", "a"], [""], [None], [], None, [-1], ["b", -1]]
+    texts = [None if each is None else [None if one is None else str(one) for one in each] for each in seen]
+    rows = range(len(seen))
+    long = ["|".join("NA" if one is None else str(one) for one in each or []) for each in seen]
+    table = pa.table({"click": [row % 2 for row in rows], "time": rows, "seen": pa.array(texts), "long": long})
+    pq.write_table(table, tmp_path / "raw.parquet")
+    kind = 'kind = "sequence"\nmax_length = 3\nnull = ["NA", "-1"]'
+    fields = f'[[fields]]\nname = "seen"\n{kind}\n[[fields]]\nname = "long"\n{kind}\nseparator = "|"\n'
+    (tmp_path / "columns.toml").write_text(f'label = "click"\ntime = "time"\n{fields}')
+    prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "data", schema_file=tmp_path / "columns.toml")
+    codec = SampleCodec.load(tmp_path / "data")
+    samples = [{"click": row % 2, "time": row, "seen": seen[row], "long": long[row]} for row in rows]
+    expected = codec.encode(codec.from_table(table)).block
+    check_equal(codec.encode(codec.from_objects(samples)).block, expected)
+    check_equal(codec.encode_request(samples)[0], expected, labelled=False)
+    lines = [json.dumps(each).encode() for each in samples]
+    for part in (slice(0, 7), slice(0, 9)):  # of uniform types, and not
+        check_equal(codec.encode(codec.from_json(lines[part])).block, expected.take(torch.arange(9)[part]))
 
 
 WRONG = {

@@ -53,7 +53,7 @@ class VersionReader:
         self.damaged_because = self._error = ""
         self._asked = math.inf
         """When a poll of the target began that has not returned yet."""
-        self.is_empty = self.caught_up = self.waits_for_full = self._is_newest = False
+        self.is_empty = self.caught_up = self.waits_for_full = self._is_newest = self._lost = False
         self._target, self._after_poll = target, after_poll
         self.restart()
 
@@ -82,6 +82,7 @@ class VersionReader:
                 stop.wait(_POLL_SECONDS)
             else:
                 self.version, self.lineage, self.damaged_because = blob.version, blob.lineage, ""
+                self._lost = False
                 yield blob
                 self.caught_up = self._is_newest  # even if the target does not answer the next poll
 
@@ -90,6 +91,8 @@ class VersionReader:
         try:
             available = self._target.blobs()
             self._error, self.is_empty = "", not available
+            if not self._lost and (not available or available[-1][0] < self.version):
+                self._lost, self._useless = True, None
             if not available or (available == self._useless and time.monotonic() < self._reread_at):
                 return None
             blob = self._next_of(available)
@@ -107,7 +110,7 @@ class VersionReader:
         return blob
 
     def _next_of(self, available: list[tuple[int, Kind]]) -> Blob | None:
-        if available[-1][0] == self.version:
+        if available[-1][0] == self.version and not self._lost:
             return None
         if self.version and (self.version + 1, "delta") in available:
             blob = self._read(self.version + 1, "delta")
@@ -190,7 +193,7 @@ class VersionFollower:
             self._target.close()
 
     def _run(self) -> None:
-        pause = _PAUSE
+        pause, refused = _PAUSE, (0, "")
         while not self._stop.is_set():
             try:
                 for blob in self._reader.versions(self._stop):
@@ -199,14 +202,16 @@ class VersionFollower:
                         about = (blob.version, blob.kind, blob.change.step, self.url)
                         logger.info("version %d (%s, step %d) of %s is served", *about)
                     self.applied_time, self.created_time = time.time(), blob.created
-                    self._error, pause = "", _PAUSE
+                    self._error = ""
+                    if blob.version > refused[0] or blob.lineage != refused[1]:
+                        pause = _PAUSE
                     del blob  # a full one is as large as the model, and the next may be days away
             except Exception as error:  # predictions continue whatever happens here, and /health reports it
                 self._on_refused()
                 self._error = f"a version of {self.url} was refused: {error}"
                 self._log_problem(exc_info=not isinstance(error, ValueError))
                 self._stop.wait(pause)
-                pause = min(2 * pause, _MAX_PAUSE)
+                pause, refused = min(2 * pause, _MAX_PAUSE), (self._reader.version, self._reader.lineage)
                 # Later deltas are based on the refused version; a full one is not.
                 self._reader.restart()
 

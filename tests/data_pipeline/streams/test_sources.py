@@ -55,6 +55,13 @@ def test_a_folder_filled_meanwhile(tmp_path, codec):
     assert [numbers(batch) for batch in stream] == [numbers(batch) for batch in batches[3:]]
 
 
+def test_a_folder_with_a_space_in_its_address(tmp_path, codec):
+    (tmp_path / "my folder").mkdir()
+    write_file(tmp_path / "my folder", "a.parquet", [sample(1, 1)])
+    stream = SampleStream(open_source(f"file://{tmp_path}/my%20folder"), codec, batch_size=1)
+    assert numbers(next(iter(stream))) == [1]
+
+
 def test_a_late_file_is_counted_and_not_read(tmp_path, caplog):
     for name in ("b.arrow", "d.parquet"):
         write_file(tmp_path, name, [sample(ord(name[0]), 1)])

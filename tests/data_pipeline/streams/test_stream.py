@@ -224,6 +224,16 @@ def test_malformed_samples_are_counted_and_logged(codec, caplog):
         assert text in caplog.text
 
 
+@pytest.mark.parametrize("wrong", [{"id": [None]}, {"id": [{"id": 1}]}, {"number": [None]}, {"number": [{}]}])
+def test_a_list_for_a_single_value_is_malformed_alone(codec, wrong):
+    """Also as the first value of its column, by which the types of lines are guessed."""
+    others = [sample(number, number) | dict.fromkeys(wrong) | {"sample_id": str(number)} for number in range(2, 40)]
+    source = RandomSource({"p": lines([sample(1, 1) | wrong, *others])}, random.Random(0))
+    stream = SampleStream(source, codec, batch_size=9)
+    assert sum(len(batch.table) for batch in stream) == len(others)
+    assert stream.counters["malformed"] == 1
+
+
 def test_a_key_that_is_left_out_is_a_missing_value_however_polls_divide_the_stream(codec, caplog):
     """Of JSON, of which programs leave out what is null; a table without a column is of another kind."""
     without = {key: value for key, value in sample(1, 1).items() if key != "tags"}

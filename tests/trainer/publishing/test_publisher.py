@@ -339,6 +339,46 @@ def test_a_reader_waits_at_a_gap_and_continues_with_the_next_full_version(tmp_pa
             assert late.model.same_as(model)
 
 
+def test_versions_that_begin_anew_are_read_though_the_newest_has_the_same_number(tmp_path: Path) -> None:
+    model, states = Model(), dict[int, Model]()
+    with publisher(str(tmp_path)) as out:
+        publish_many(out, model, states, 2)
+    with reading(str(tmp_path)) as reader:
+        wait_for(lambda: reader.version == 2)
+        for each in tmp_path.iterdir():
+            if each.is_file():
+                each.unlink()
+        wait_for(lambda: reader.versions.is_empty)
+        with publisher(str(tmp_path)) as out:
+            publish_many(out, model, states, 2)
+        wait_for(lambda: len(reader.seen) == 4 and reader.version == 2)
+        assert reader.model.same_as(model)
+
+
+def test_a_version_that_stays_refused_is_tried_less_and_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the versions before it can be applied again each time."""
+    waited, refused_times = list[float](), 5
+    monkeypatch.setattr("cowrec.trainer.publishing.follower._PAUSE", 0.001)
+    model, states = Model(), dict[int, Model]()
+    with publisher(str(tmp_path)) as out:
+        publish_many(out, model, states, 3)
+
+    def apply(blob: Blob) -> None:
+        if blob.version == 3:
+            raise ValueError("it does not fit")
+
+    follower = VersionFollower(str(tmp_path), apply, lambda: None)
+    wait = follower._stop.wait
+    monkeypatch.setattr(follower._stop, "wait", lambda seconds: waited.append(seconds) or wait(seconds))
+    with contextlib.closing(follower):
+        follower.start()
+        wait_for(lambda: sum(each != 0.01 for each in waited) >= refused_times)
+    pauses = [each for each in waited if each != 0.01][:refused_times]
+    assert pauses == [0.001 * 2**each for each in range(refused_times)]
+
+
 def test_a_truncated_full_version_is_replaced_by_the_one_before(tmp_path: Path) -> None:
     model = Model()
     with publisher(str(tmp_path), compact_after=3) as out:

@@ -34,6 +34,7 @@ from cowrec.trainer.export.manifest import Manifest, fingerprint
 from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, TableChange, encode
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.serving.request_samples import Rejected, samples_of
 from cowrec.trainer.serving.service import Late, Limits, MicroBatcher, Service
 from refusal import refused
 from run_comparison import wait_for
@@ -107,6 +108,15 @@ def test_bad_input_is_rejected_with_a_reason(server: Client, body: Any, message:
     status, answer = server.predict(body)
     assert status == 400
     assert message in answer["error"]
+
+
+def test_an_id_of_many_digits_is_its_text() -> None:
+    """The parser of requests reads it as a float."""
+    for number in (2**63 - 1, 2**64, 2**128 - 1):
+        (sample,), _ = samples_of(b'{"city": %d}' % number, 1)
+        assert sample.fields == {"city": number}
+    with pytest.raises(Rejected, match="the body is not JSON"):
+        samples_of(b'{"city": ' + b"9" * 5000 + b"}", 1)
 
 
 def test_requests_with_shared_fields(server: Client) -> None:
