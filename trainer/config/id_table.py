@@ -49,7 +49,7 @@ class IdConfig:
         admission: when a new id gets a row: at once ("none"), once it has been counted `threshold` times within
             `window` ("count"), or at each occurrence with Monolith's probability 1 - 0.05^(1 / threshold)
             ("probabilistic"). Until then it uses the row of unknown ids.
-        threshold: see `admission`.
+        threshold: see `admission`; at most 65,535.
         window: sample time after which a count expires, such as "7d"; empty: never.
         expire_after: sample time after which an id that was not seen loses its row, such as "30d"; empty: never.
         tables: settings of single tables, by the name of their field, or by any name for fields that share a table.
@@ -70,6 +70,7 @@ class IdConfig:
             key = f"id_table.tables.{name}" if name else "id_table"
             require_at_least(key, own, "capacity threshold", 1)
             require(f"{key}.capacity", own.capacity, own.capacity < 1 << 31, "below 2^31")
+            require(f"{key}.threshold", own.threshold, own.threshold < 1 << 16, "below 2^16")
             for each in ("window", "expire_after"):
                 seconds(getattr(own, each), f"{key}.{each}")
             if own.window and own.admission != "count":

@@ -239,8 +239,16 @@ def warm_start(state: TrainState, *, timed: bool) -> None:
             " cowrec train with a time column"
         )
     with torch.no_grad():
-        old_dense = dense_tensors(old.model)
-        for name, parameter in dense_tensors(state.model).items():
+        old_dense, new_dense = dense_tensors(old.model), dense_tensors(state.model)
+        names = [earlier_config.model.name, config.model.name]
+        if names[0] != names[1] and not any(":" in each for each in names):  # the user's own may have moved
+            raise ValueError(
+                f"train.warm_start = {str(source)!r} is another network: model.name is {names[0]!r} there, and"
+                f" {names[1]!r} here"
+            )
+        if more := sorted(old_dense.keys() - new_dense.keys()):
+            raise ValueError(f"train.warm_start = {str(source)!r} is another network: it has {more[0]} too")
+        for name, parameter in new_dense.items():
             if name not in old_dense or old_dense[name].shape != parameter.shape:
                 raise ValueError(f"train.warm_start = {str(source)!r} is another network: {name} differs")
             parameter.copy_(old_dense[name])

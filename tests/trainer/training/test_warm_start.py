@@ -82,8 +82,11 @@ def test_the_same_data_evaluate_equally_and_mismatches_are_refused(tmp_path: Pat
     for before, after, plan in (("first", "second", "data_parallel"), ("second", "third", "table_wise")):
         run(tmp_path, same, after, f"train.warm_start={tmp_path}/{before}", f"sharding.plan={plan}", *frozen)
         assert evaluate_run(tmp_path / after, same) == evaluate_run(tmp_path / "first", same)
+    run(tmp_path, same, "deeper", "model.hidden=[8, 8]")
     for earlier, setting, message in (
         ("first", "model.hidden=[9]", r"is another network: .* differs"),
+        ("first", "model.name=wdl", r"is another network: model.name is 'deepfm' there, and 'wdl' here"),
+        ("deeper", "train.seed=1", r"is another network: it has model.mlp.* too"),
         ("first", "model.embedding_dims.city=3", r"has embeddings of width 6 in table .city., not 3"),
         ("nowhere_else", "train.seed=0", r"is not a run: it has no config\.toml"),
     ):
