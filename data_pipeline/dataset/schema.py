@@ -228,11 +228,13 @@ class Schema:
         repeated = sorted(name for name, count in Counter(names).items() if count > 1)
         if repeated:
             raise ValueError(f"column names must differ, but {repeated} occur more than once")
-        for key, count in Counter(self.keys).items():
-            if count > 1:
-                raise ValueError(f"field {key!r} has the name of a sequence's position; give one of them another name")
         by_name = {each.name: each for each in self.sparse}
         for each in self.sparse:
+            sequence = by_name.get(each.name.rpartition("[")[0])
+            if sequence and each.name in sequence.keys:
+                raise ValueError(
+                    f"field {each.name!r} has the name of a sequence's position; give one of them another name"
+                )
             owner = by_name.get(each.vocabulary)
             if owner is None or (owner.num_embeddings, owner.encoding) != (each.num_embeddings, each.encoding):
                 raise ValueError(f"field {each.name!r} shares {each.shares!r}, which is no field of the same size")

@@ -20,7 +20,8 @@ Fields = Mapping[str, Any]
 NOTHING: Fields = {}
 
 
-_LONG_INTEGER = re.compile(rb"\d{19}")
+_LONG_INTEGER = re.compile(rb"[\[,:\s](?:\d{20}|-\d{19})")
+"""Not within quotes; shorter ones have 64 bits at most."""
 MOST_SHARED_IDS = 1 << 21
 """Ids of all samples of a request that are in its shared fields: they are given once, but looked up for each sample."""
 
