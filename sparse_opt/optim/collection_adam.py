@@ -152,7 +152,7 @@ class CollectionAdam:
                 refuse_copy(called)
             given = {each.data_ptr() for value in state.values() for each in _held_here(value)}
             replayed = [each for each in self._replayed() if each.step]
-            if all(view.data_ptr() in given for adam in replayed for view in _views(adam)):
+            if replayed and all(view.data_ptr() in given for adam in replayed for view in _views(adam)):
                 self._written = True
                 return
             self.take_missed_steps()
