@@ -231,7 +231,7 @@ class Schema:
         by_name = {each.name: each for each in self.sparse}
         for each in self.sparse:
             sequence = by_name.get(each.name.rpartition("[")[0])
-            if sequence and each.name in sequence.keys:
+            if sequence and sequence.max_length and each.name in sequence.keys:
                 raise ValueError(
                     f"field {each.name!r} has the name of a sequence's position; give one of them another name"
                 )
