@@ -36,7 +36,6 @@ device = "cpu"
 base_batch_size = 64
 embedding_lr = 1e-2
 dense_lr = 1e-2
-l2 = 1e-5
 
 [clip]
 rule = "cowclip"

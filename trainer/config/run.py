@@ -198,7 +198,9 @@ def checked_config(config: RunConfig) -> RunConfig:
     return config_from(to_plain(config))
 
 
-def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = None) -> RunConfig:
+def with_defaults(
+    config: RunConfig, samples: int, begun: RunConfig | None = None, *, stream: bool = False
+) -> RunConfig:
     """The configuration with the batch size, and `optimizer.embedding_lr`, `lr_decay` and `l2`, where it has none.
 
     The batch size is the largest power of two with at least 100 steps in an epoch, but from 64 to 512: fewer steps
@@ -216,6 +218,8 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
     Args:
         samples: of the training split.
         begun: configuration of the run that is resumed, which has all; they stay, also with more epochs.
+        stream: whether training is on a stream, which has no end and brings no sample again: the data set's size then
+            says how often ids occur, for the tables' rate, but neither L2 nor a decay follows from it.
     """
     train, optimizer = config.train, config.optimizer
     if begun:
@@ -229,10 +233,11 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
         is_adam = "adam" in optimizer.embedding
         lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if is_adam and samples > RATE_SAMPLES else 1.0)
         size = train.batch_size if train.batch_size > 0 else size
-        long = samples >= DECAY_SAMPLES and -(-trained // size) * train.epochs >= DECAY_STEPS
+        long = not stream and samples >= DECAY_SAMPLES and -(-trained // size) * train.epochs >= DECAY_STEPS
         decays = is_adam and long and optimizer.embedding_lr is None and not train.patience
         decay = "linear" if decays else "none"
-        l2 = min(max(20 * min(train.epochs - 1, 2) / max(samples, 1), 1e-6), 1e-2)
+        again = 0 if stream else min(train.epochs - 1, 2)
+        l2 = min(max(20 * again / max(samples, 1), 1e-6), 1e-2)
     defaults = {"embedding_lr": lr, "lr_decay": decay, "l2": l2}
     lacking = {key: value for key, value in defaults.items() if getattr(optimizer, key) is None}
     return with_values(config, train={"batch_size": max(train.batch_size, 0) or size}, optimizer=lacking)

@@ -203,7 +203,7 @@ class OptimizerConfig:
         embedding_lr, dense_lr, l2: values at the base batch size. embedding_lr is by default 2e-3, and Adam's with more
             than 2,000,000 samples in the training split 2e-3 * sqrt(2,000,000 / samples), for base batch 1,024. l2 is
             on embeddings, wide weights and the linear kernel; by default 20 * (train.epochs - 1, at most 2) / (samples
-            of the training split), between 1e-6 and 1e-2.
+            of the training split), between 1e-6 and 1e-2, and 1e-6 for a stream.
         embedding_lr_factors: factors of the learning rate of single tables, embeddings and wide weights, by the name of
             their field, or of the table that fields share, such as `{ city = 0.5 }`; 0 leaves a table as it is.
             Scaling, warm-up and lr_decay apply to embedding_lr, of which each table keeps its share.

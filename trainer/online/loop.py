@@ -90,7 +90,7 @@ def online(
     size = config.train.batch_size if config.train.batch_size > 0 else config.optimizer.base_batch_size
     config = with_values(config, data={"dir": str(data_dir)}, train={"batch_size": size})
     begun = load_config(run_dir / CONFIG) if resume and (run_dir / CONFIG).is_file() else None
-    config = with_defaults(config, Schema.load(data_dir).split("train").rows, begun)
+    config = with_defaults(config, Schema.load(data_dir).split("train").rows, begun, stream=True)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         require_run_dir(run_dir, config, process, resume)
         run = _OnlineRun(config, RunPlace(run_dir, resume=resume), process)

@@ -179,6 +179,8 @@ def test_batch_size_and_l2_follow_the_samples(tmp_path: Path) -> None:
     for epochs, l2 in ((1, 1e-6), (2, 1e-4), (3, 2e-4), (50, 2e-4)):
         found = with_defaults(load(tmp_path, f"[train]\nepochs = {epochs}"), 200_000)
         assert found.optimizer.l2 == pytest.approx(l2)
+    stream = with_defaults(RunConfig(), 200_000, stream=True).optimizer
+    assert (stream.l2, stream.lr_decay) == (1e-6, "none")
     own = with_defaults(load(tmp_path, "[optimizer]\nl2 = 0.0\n[train]\nbatch_size = 7"), 200_000)
     assert (own.train.batch_size, own.optimizer.l2) == (7, 0)
     save_config(with_defaults(RunConfig(), 200_000), tmp_path / "saved.toml")

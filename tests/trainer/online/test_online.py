@@ -57,6 +57,7 @@ def test_each_sample_is_predicted_before_it_is_trained_on(case: Path, tmp_path: 
     """A model with learning rates of 0 predicts like its first export, measured by scikit-learn in each window."""
     frozen = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", "optimizer.embedding_init_std=0"]
     run(case, tmp_path / "run", *frozen, publish=str(tmp_path / "published"))
+    assert load_config(tmp_path / "run" / "config.toml").optimizer.l2 == 1e-6  # whatever the size of the data set
     table, codec = pq.read_table(case / "incoming"), SampleCodec.load(case / "data")
     block = codec.encode(codec.from_table(table)).block
     predicted = ServedModel.load(tmp_path / "run" / "base").predict(block).astype(np.float64)
