@@ -97,6 +97,7 @@ def online(
         on_first(process, lambda: run.open_source(source))
         with run.trainer.running(resume):
             run.say(run.summary(source))
+            run.warn_of_vocabularies()
             report = run.follow(publish, resume)
             on_first(process, lambda: write_json(run_dir / REPORT, report))
         return report
@@ -293,6 +294,16 @@ class _OnlineRun:
         id_tables = self.state.id_tables.counters() if self.state.id_tables else None
         shared = {"world_size": self.process.world_size, "id_tables": id_tables, **self.trainer.report()}
         return from_first(self.process, lambda: {**self.measured.report(self.stream), **shared})
+
+    def warn_of_vocabularies(self) -> None:
+        """Warns of collisionless tables that no new id can enter."""
+        tables = (each for each in self.trainer.plan.tables if each.ids.kind == "collisionless")
+        fixed = [field.name for each in tables for field in each.fields if field.encoding == "vocabulary"]
+        if fixed:
+            self.trainer.warn(
+                f"warning: ids of the fields {fixed} that are not in their vocabularies get no rows in their"
+                " collisionless tables; prepare the data set with --raw-ids, so that new ids do"
+            )
 
     def summary(self, source: str) -> str:
         """Describes source and settings, for the terminal."""

@@ -21,7 +21,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from sklearn.metrics import log_loss, roc_auc_score
 
-from cowrec.data_pipeline import SampleCodec, Schema
+from cowrec.data_pipeline import PrepareConfig, SampleCodec, Schema, prepare
 from cowrec.data_pipeline.dataset.schema import Split
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.config.run import load_config
@@ -282,6 +282,23 @@ def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Pat
     with pytest.raises(ValueError, match="takes one label and no sample weights"):
         online(load_config(case / "run.toml"), weighted, str(case / "incoming"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("raw_ids", [False, True])
+def test_a_vocabulary_that_no_new_id_can_enter_is_warned_of(tmp_path: Path, caplog: Any, raw_ids: bool) -> None:
+    case = make_case(tmp_path / "case")
+    fields = "".join(f'[[fields]]\nname = "{name}"\nkind = "categorical"\n' for name in ("user", "item"))
+    (tmp_path / "columns.toml").write_text(f'label = "click"\ntime = "when"\n{fields}')
+    lines = (f"{row % 2},{row},u{row % 7},i{row % 5}\n" for row in range(100))
+    (tmp_path / "log.csv").write_text("click,when,user,item\n" + "".join(lines))
+    config, files = PrepareConfig(split="order", test_rows=20, raw_ids=raw_ids), [tmp_path / "log.csv"]
+    prepare("tabular", files, tmp_path / "data", config, schema_file=tmp_path / "columns.toml")
+    new = pa.table({"click": [0, 1], "when": [200, 201], "user": ["new", "u1"], "item": ["i1", "i2"]})
+    write_stream(tmp_path / "incoming", [new])
+    config = load_config(case / "run.toml", ["model.embedding_dims={}", 'id_table.tables={item={kind="hash"}}'])
+    online(config, tmp_path / "data", str(tmp_path / "incoming"), tmp_path / "run")
+    warned = "ids of the fields ['user'] that are not in their vocabularies get no rows" in caplog.text
+    assert warned is not raw_ids
 
 
 @pytest.mark.thorough
