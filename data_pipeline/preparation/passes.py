@@ -466,7 +466,7 @@ def prepared_schema(layout: Layout, encoder: Encoder) -> Schema:
         encoder.dense,
         encoder.sparse,
         {},
-        timed=bool(layout.time),
+        timed=layout.has_times,
         labels=tuple(label.name for label in layout.labels),
         sample_weights=layout.has_weights,
         numbered=True,

@@ -61,6 +61,7 @@ def prepare(
         like: a folder with schema.json and vocabulary/ of an earlier data set, whose vocabularies and dense transforms
             are applied. All samples go to the split "test". Labels may be absent or wrong, and are then NaN; without
             any, `Split.labelled` is False. Wrong weights are 0. Warnings say how many are, and how many ids are unseen.
+            Times may be absent, unless a field has their ages.
         validation, test: files of these splits, as `inputs`, which then are the training samples, in place of the
             settings of splits; validation needs test. Not with `like`.
         keep: raw columns that predictions show, in addition to those of the schema file.
@@ -183,7 +184,7 @@ def _look(
 
 
 def _without_absent(layout: Layout, sources: Sequence[Source], keep: Sequence[str]) -> Layout:
-    """Returns the layout with the columns of labels, weight and those to keep that all files lack."""
+    """Returns the layout with the optional columns that all files lack."""
     loose = dataclasses.replace(layout, absent=layout.optional_columns)
     present = [{*loose.columns_in(each), *dict(each.partition)} for each in sources]
     absent = []

@@ -206,7 +206,7 @@ class Layout:
         time_format: "timestamp" (Unix seconds, with or without decimals, or ISO 8601) or "hour" (YYMMDDHH, UTC).
         weight: column of the sample's weight, a number of at least 0; empty if all samples count alike.
         keep: columns that predictions show beside the probability.
-        absent: columns of labels, weight and those to keep that the files lack, which can be predicted only.
+        absent: columns of labels, weight, time and those to keep that the files lack, which can be predicted only.
         for_prediction: True if a wrong label is unknown and a wrong weight is 0, as what is predicted needs neither.
     """
 
@@ -281,14 +281,17 @@ class Layout:
 
     @property
     def used_columns(self) -> list[str]:
-        """The columns of fields and time, and those of labels, weight and to keep that are not absent."""
+        """The columns of fields and of ages' times, and those of `optional_columns` that are not absent."""
         found = [name for name in self.optional_columns if name not in self.absent]
-        return list(dict.fromkeys([*(field.column for field in self.fields), *[self.time] * bool(self.time), *found]))
+        needed = [*(field.column for field in self.fields), *[self.time] * bool(self.ages)]
+        return list(dict.fromkeys([*needed, *found]))
 
     @property
     def optional_columns(self) -> tuple[str, ...]:
-        """The columns of labels, weight and those to keep, without which files can be predicted."""
-        return tuple(dict.fromkeys([*self._label_columns, *[self.weight] * bool(self.weight), *self.keep]))
+        """The columns of labels, weight, time and those to keep, without which files can be predicted."""
+        needed = {*(field.column for field in self.fields), *[self.time] * bool(self.ages)}
+        others = [name for name in (self.weight, self.time) if name and name not in needed]
+        return tuple(dict.fromkeys([*self._label_columns, *others, *self.keep]))
 
     @property
     def found_labels(self) -> tuple[RawLabel, ...]:
@@ -304,6 +307,11 @@ class Layout:
     def has_weights(self) -> bool:
         """True if the files have sample weights."""
         return bool(self.weight) and self.weight not in self.absent
+
+    @property
+    def has_times(self) -> bool:
+        """True if the files have the times of samples."""
+        return bool(self.time) and self.time not in self.absent
 
     @property
     def ages(self) -> tuple[RawField, ...]:

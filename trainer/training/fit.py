@@ -13,8 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cowrec.data_pipeline import Schema, infer_schema, prepare
+from cowrec.data_pipeline import PrepareConfig, Schema, infer_schema, prepare
 from cowrec.data_pipeline.dataset.schema import SAMPLE_NUMBER
+from cowrec.data_pipeline.preparation.config import OnBadRow
+from cowrec.data_pipeline.raw.parsing import SKIP_ADVICE
 from cowrec.data_pipeline.remote import Place, require_local
 from cowrec.trainer.config.run import RunConfig, checked_config
 from cowrec.trainer.runs.run_dir import FITTED, require_unused
@@ -40,11 +42,13 @@ class FittedModel:
     data_dir: Place
     report: dict[str, Any]
 
-    def predict(self, table: Any) -> NDArray[np.float32]:
+    def predict(self, table: Any, *, on_bad_row: OnBadRow | None = None) -> NDArray[np.float32]:
         """Click probabilities of a table's R rows in order, float32 [R], or [R, T] of T > 1 labels.
 
-        The table has the columns of the fields, in any order; labels may be absent. Where ``prepare.on_bad_row`` is
-        "skip", a row that cannot be read has NaN.
+        Args:
+            table: as of :func:`fit`, with the columns of the fields, in any order; labels may be absent.
+            on_bad_row: "skip" gives rows that cannot be read NaN, "error" refuses them; by default what the run's
+                ``prepare.on_bad_row`` says.
 
         Raises:
             ValueError: the table has other columns, or a row that cannot be read.
@@ -52,7 +56,7 @@ class FittedModel:
         found = _as_arrow(table)
         with tempfile.TemporaryDirectory(prefix="cowrec-") as folder:
             output = Path(folder, "predictions.parquet")
-            predict_run(self.run_dir, self._prepared(found, Path(folder)), output)
+            predict_run(self.run_dir, self._prepared(found, Path(folder), on_bad_row), output)
             written = pq.read_table(output)
         labels = Schema.load(self.run_dir).labels
         names = ["prediction"] if len(labels) == 1 else [f"prediction_{label}" for label in labels]
@@ -60,19 +64,26 @@ class FittedModel:
         predictions[written[SAMPLE_NUMBER].to_numpy()] = np.stack([written[each].to_numpy() for each in names], axis=1)
         return predictions[:, 0] if len(labels) == 1 else predictions
 
-    def evaluate(self, table: Any = None, **options: Any) -> dict[str, Any]:
+    def evaluate(self, table: Any = None, *, on_bad_row: OnBadRow | None = None, **options: Any) -> dict[str, Any]:
         """Measures of a table with labels, by default of the test split, as ``cowrec.trainer.evaluate`` returns them.
 
         Args:
+            table, on_bad_row: as of :meth:`predict`, but with labels; rows that are skipped are not measured.
             options: of that function.
         """
         if table is None:
             return evaluate_run(self.run_dir, self.data_dir, **options)
         with tempfile.TemporaryDirectory(prefix="cowrec-") as folder:
-            return evaluate_run(self.run_dir, self._prepared(_as_arrow(table), Path(folder)), **options)
+            return evaluate_run(self.run_dir, self._prepared(_as_arrow(table), Path(folder), on_bad_row), **options)
 
-    def _prepared(self, table: pa.Table, folder: Path) -> Path:
-        prepare("tabular", [_written(table, folder / "table.parquet")], folder / "data", like=self.run_dir)
+    def _prepared(self, table: pa.Table, folder: Path, on_bad_row: OnBadRow | None) -> Path:
+        raw = _written(table, folder / "table.parquet")
+        config = PrepareConfig(on_bad_row=on_bad_row, max_bad_rows=table.num_rows)
+        try:
+            prepare("tabular", [raw], folder / "data", config, like=self.run_dir)
+        except ValueError as error:
+            text = str(error).replace(SKIP_ADVICE, '. To leave out such rows, pass on_bad_row="skip"')
+            raise ValueError(text.replace(str(raw), "the table")) from error
         return folder / "data"
 
 

@@ -109,8 +109,28 @@ def test_skipped_rows_have_no_prediction(tmp_path: Path) -> None:
     overrides = ["train.epochs=1", 'prepare.on_bad_row="skip"']
     model = fitted(tmp_path / "run", clicks(), overrides=overrides, data_dir=tmp_path / "elsewhere")
     assert model.data_dir == tmp_path / "elsewhere"
-    found = model.predict(with_value(clicks(20, seed=2), "price", 3, float("inf")))
-    assert np.flatnonzero(np.isnan(found)).tolist() == [3]
+    wrong = with_value(clicks(20, seed=2), "price", 3, float("inf"))
+    assert np.flatnonzero(np.isnan(model.predict(wrong))).tolist() == [3]
+    message = r'the table, row 4, column price: must be .*\. To leave out such rows, pass on_bad_row="skip"$'
+    refused(message, model.predict, wrong, on_bad_row="error")
+    careful = fitted(tmp_path / "careful", clicks(), overrides=overrides[:1])
+    refused(message, careful.predict, wrong)
+    refused(message, careful.evaluate, wrong)
+    np.testing.assert_array_equal(careful.predict(wrong, on_bad_row="skip"), model.predict(wrong))
+    assert careful.evaluate(wrong, on_bad_row="skip")["rows"] == 19
+
+
+def test_new_tables_need_no_times(tmp_path: Path) -> None:
+    """Times divide the samples of training; neither predictions nor measures need them."""
+    timed = clicks().append_column("when", [list(range(ROWS))])
+    fields = '[[fields]]\nname = "user"\nkind = "categorical"\n[[fields]]\nname = "price"\nkind = "numeric"\n'
+    (tmp_path / "columns.toml").write_text(f'label = "clicked"\ntime = "when"\n{fields}')
+    overrides = ["train.epochs=1", 'prepare.split="time"']
+    model = fitted(tmp_path / "run", timed, label="", schema_file=tmp_path / "columns.toml", overrides=overrides)
+    new = clicks(20, seed=2)
+    with_times = new.append_column("when", [list(range(20))])
+    np.testing.assert_array_equal(model.predict(new), model.predict(with_times))
+    assert model.evaluate(new) == model.evaluate(with_times)
 
 
 def test_a_data_frame_is_its_parquet_file(tmp_path: Path) -> None:
