@@ -61,6 +61,13 @@ def require_model(config: ModelConfig) -> None:
     _class_and_options(config)
 
 
+def all_options(config: ModelConfig) -> dict[str, object]:
+    """The options of the network, also those that have their defaults. Raises ValueError as :func:`require_model`."""
+    network, given = _class_and_options(config)
+    parameters = list(inspect.signature(network).parameters.values())[2:]
+    return {each.name: each.default for each in parameters if each.name != _TASKS} | given
+
+
 def build_model(
     config: ModelConfig,
     tables: Sequence["EmbeddingBagConfig"],

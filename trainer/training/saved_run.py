@@ -20,6 +20,7 @@ from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, RESERVED_ROWS, SAMP
 from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_columns
 from cowrec.data_pipeline.files import replacing, require_target
 from cowrec.data_pipeline.remote import Place
+from cowrec.models.registry import all_options
 from cowrec.trainer.config.run import RunConfig, load_config, with_values
 from cowrec.trainer.measures.quality import measure_tasks
 from cowrec.trainer.measures.segments import Segments
@@ -241,11 +242,18 @@ def warm_start(state: TrainState, *, timed: bool) -> None:
     with torch.no_grad():
         old_dense, new_dense = dense_tensors(old.model), dense_tensors(state.model)
         names = [earlier_config.model.name, config.model.name]
-        if names[0] != names[1] and not any(":" in each for each in names):  # the user's own may have moved
-            raise ValueError(
-                f"train.warm_start = {str(source)!r} is another network: model.name is {names[0]!r} there, and"
-                f" {names[1]!r} here"
-            )
+        if not any(":" in each for each in names):  # the user's own may have moved
+            if names[0] != names[1]:
+                raise ValueError(
+                    f"train.warm_start = {str(source)!r} is another network: model.name is {names[0]!r} there, and"
+                    f" {names[1]!r} here"
+                )
+            before, now = all_options(earlier_config.model), all_options(config.model)
+            for name in (name for name in now if before[name] != now[name]):
+                raise ValueError(
+                    f"train.warm_start = {str(source)!r} is another network: model.options.{name} is {before[name]!r}"
+                    f" there, and {now[name]!r} here"
+                )
         if more := sorted(old_dense.keys() - new_dense.keys()):
             raise ValueError(f"train.warm_start = {str(source)!r} is another network: it has {more[0]} too")
         for name, parameter in new_dense.items():
@@ -286,7 +294,7 @@ def _require_same_tables(source: Path, earlier: Sequence[TableSpec], now: Sequen
 
 def _require_same_fields(source: Path, earlier: Schema, schema: Schema) -> None:
     """Raises ValueError if the weights are of other inputs; ranges of numbers and vocabularies may be others."""
-    for kind, keys in (("dense", "transform"), ("sparse", "kind pooling bucketed max_length")):
+    for kind, keys in (("dense", "transform"), ("sparse", "kind pooling bucketed max_length shares along")):
         names = ["name", *keys.split()]
         before, now = (
             [[getattr(field, key) for key in names] for field in getattr(each, kind)] for each in (earlier, schema)

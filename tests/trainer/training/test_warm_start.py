@@ -83,7 +83,12 @@ def test_the_same_data_evaluate_equally_and_mismatches_are_refused(tmp_path: Pat
         run(tmp_path, same, after, f"train.warm_start={tmp_path}/{before}", f"sharding.plan={plan}", *frozen)
         assert evaluate_run(tmp_path / after, same) == evaluate_run(tmp_path / "first", same)
     run(tmp_path, same, "deeper", "model.hidden=[8, 8]")
+    run(tmp_path, same, "attentive", "model.name=autoint")
+    two_heads = ["model.options.heads=2", "model.name=autoint"]  # as by default
+    run(tmp_path, same, "again", *two_heads, f"train.warm_start={tmp_path}/attentive")
+    run(tmp_path, same, "four_heads", "model.options.heads=4", "model.name=autoint")
     for earlier, setting, message in (
+        ("four_heads", "model.name=autoint", "is another network: model.options.heads is 4 there, and 2 here"),
         ("first", "model.hidden=[9]", r"is another network: .* differs"),
         ("first", "model.name=wdl", r"is another network: model.name is 'deepfm' there, and 'wdl' here"),
         ("deeper", "train.seed=1", r"is another network: it has model.mlp.* too"),
