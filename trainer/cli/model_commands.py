@@ -1,7 +1,7 @@
 """The commands that use a trained model: ``cowrec evaluate | predict | export | serve | versions``."""
 
 import sys
-import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -193,4 +193,4 @@ def versions(
 
 
 def _date(moment: float | None) -> str:
-    return "" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    return "" if moment is None else f"{datetime.fromtimestamp(moment, UTC):%Y-%m-%d %H:%M:%S} UTC"
