@@ -357,7 +357,10 @@ class _RequestEncoder:
             values = [sample.get(column) for sample in samples]
             if values.count(None) == len(values) and not any(column in sample for sample in samples):
                 raise ValueError(f"no sample has the column {column!r}")
-            columns |= dict.fromkeys(names, _canonical(values, kind))
+            found = _canonical(values, kind)
+            if kind.kind == "ids" and kind.null:
+                found = [each and [_MARKER if item in kind.null else item for item in each] for each in found]
+            columns |= dict.fromkeys(names, found)
         raw = [columns[name] for name in self._numeric]
         numbers = np.array(raw, np.float64).reshape(len(raw), len(samples))  # None became NaN
         if np.isfinite(numbers).sum() + sum(each.count(None) for each in raw) < numbers.size:
@@ -419,23 +422,46 @@ class _RequestEncoder:
                 raise ValueError(WEIGHTS_ARE_BOUNDED)
             return [pair["id"] for each in pairs for pair in each], [len(each) for each in pairs], weights
         if field.kind == "sequence":
-            lists = _last(values, columns[field.along or field.source], field.max_length)
+            main = field.along or field.source
+            others = [columns[each.source] for each in self._encoder.sparse if each.along == main]
+            lists = _last(values, _steps(columns[main], others), field.max_length)
         else:
             lists = [value or [""] for value in values]
         return [each or "" for each in chain.from_iterable(lists)], [len(each) for each in lists], None
 
 
-def _last(values: Sequence[Any], along: Sequence[Any], most: int) -> list[list[str]]:
-    """The last ids of each value, as `SampleColumns` has them; `along` are the values of the sequence it goes along.
+class _Marker(str):
+    """The empty text that a marker of missing values in a list becomes."""
+
+
+_MARKER = _Marker()
+
+
+def _steps(values: Sequence[Any], along: Sequence[Sequence[Any]]) -> list[int]:
+    """The lengths of sequences as `SampleColumns` has them; `along` are the values of those along them."""
+    steps = [len(value or ()) for value in values]
+    for row in (row for row, value in enumerate(values) if value and len(value) == 1 and not value[0]):
+        (item,), others = values[row], [each[row] for each in along]
+        # Where one along it has a value, a marker is a step; null is one unless one has no item.
+        if item is _MARKER:
+            nothing = not all(others) or all(other == [""] for other in others)
+        else:
+            nothing = item is not None or not all(others)
+        if nothing:
+            steps[row] = 0
+    return steps
+
+
+def _last(values: Sequence[Any], steps: Sequence[int], most: int) -> list[list[str]]:
+    """The last ids of each value, of as many as it has steps.
 
     Raises:
-        ValueError: a value has not as many ids as that one.
+        ValueError: a value has another number of ids.
     """
-    empty: tuple[Any, ...] = (None, [], [""])
-    steps = [0 if each in empty else len(each) for each in along]
-    given = [len(each or ()) if count else int(each not in empty) for each, count in zip(values, steps, strict=True)]
-    if given != steps:
-        raise ValueError("sequences that go along with each other differ in length")
+    for value, count in zip(values, steps, strict=True):
+        given = len(value or ())
+        if given != count and not (count == 0 and given == 1 and not value[0]):
+            raise ValueError("sequences that go along with each other differ in length")
     return [each[-most:] if count else [] for each, count in zip(values, steps, strict=True)]
 
 

@@ -233,7 +233,12 @@ def _label(value: Any, column: ColumnType) -> str | None:
 
 
 def _id(value: Any, column: ColumnType) -> str:
-    """Returns the id that the same value has in Parquet."""
+    """Returns the id that the same value has in Parquet; of a missing value it is empty."""
+    text = _id_text(value, column)
+    return "" if text in column.null else text
+
+
+def _id_text(value: Any, column: ColumnType) -> str:
     if isinstance(value, bool):
         text = "true" if value else "false"
     elif _is_fraction(value):
@@ -242,13 +247,13 @@ def _id(value: Any, column: ColumnType) -> str:
         text = str(int(value))
     else:
         text = _text(value, column)
-    return "" if text in column.null else text
+    return text
 
 
-def _ids(values: Sequence[Any], column: ColumnType) -> list[str]:
-    """Converts values as `_id` does, but all fractions at once, which is much faster than one by one."""
+def _id_texts(values: Sequence[Any], column: ColumnType) -> list[str]:
+    """Converts values as `_id_text` does, but all fractions at once, which is much faster than one by one."""
     texts = _fractions(fractions) if (fractions := [each for each in values if _is_fraction(each)]) else {}
-    return [_id(texts.get(each, each) if isinstance(each, float) else each, column) for each in values]
+    return [_id_text(texts.get(each, each) if isinstance(each, float) else each, column) for each in values]
 
 
 def _is_fraction(value: Any) -> bool:
@@ -262,11 +267,12 @@ def _fractions(values: list[float]) -> dict[float, str]:
 
 
 def _texts(value: Any, column: ColumnType) -> list[str | None]:
+    """Items as text, markers of missing values too, as those of a history depend on what goes along with it."""
     if isinstance(value, str) and column.separator:
-        return [_id(each, column) for each in _text(value, column).split(column.separator)]
+        return list(_text(value, column).split(column.separator))
     if not isinstance(value, list):
         raise _WrongValue
-    ids = iter(_ids([each for each in value if each is not None], column))
+    ids = iter(_id_texts([each for each in value if each is not None], column))
     return [None if each is None else next(ids) for each in value]
 
 
@@ -279,7 +285,7 @@ def _pairs(value: Any, column: ColumnType) -> list[dict[str, Any]]:
         raise _WrongValue
     if any(isinstance(each.get("weight"), str) for each in value):
         raise _WrongValue
-    ids = _ids([each.get("id") for each in value], column)
+    ids = ("" if each in column.null else each for each in _id_texts([each.get("id") for each in value], column))
     return [{"id": name, "weight": _weight(each.get("weight"))} for name, each in zip(ids, value, strict=True)]
 
 

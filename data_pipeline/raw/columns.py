@@ -6,6 +6,8 @@ Text, JSON and Parquet all come here as one typed table. R samples.
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -64,6 +66,7 @@ class SampleColumns:
         self._columns = {name: _one_array(table[name]) for name in table.column_names}
         self._rows, self._null_items, self._for_prediction = table.num_rows, null_items, for_prediction
         self._steps: dict[str, np.ndarray] = {}
+        self._items: dict[str, _Items] = {}
         self.problems: dict[int, tuple[str, str]] = {}
         self.doubts: Counter[tuple[str, str]] = Counter()
 
@@ -175,7 +178,7 @@ class SampleColumns:
             elif field.kind == "categorical":
                 ids[field.name] = self.texts(field.column, field.null)
             else:
-                along = [self._columns[each.column] for each in ordered if each.along == field.name]
+                along = [each for each in ordered if each.along == field.name]
                 ids[field.name], of_pairs = self.lists(field, time, along)
                 if of_pairs is not None:
                     weights[field.name] = of_pairs
@@ -189,13 +192,32 @@ class SampleColumns:
         return rows.astype(np.int32)
 
     def lists(
-        self, field: RawField, time: np.ndarray | None = None, along: Iterable[pa.Array] = ()
+        self, field: RawField, time: np.ndarray | None = None, along: Iterable[RawField] = ()
     ) -> tuple[pa.Array, np.ndarray | None]:
         """Returns lists of strings [R] and, if weighted, the weights of all strings, float32.
 
         A missing or empty list is one missing value of weight 1, like empty text in a raw file. Of a sequence these
-        are its last ids, and a missing one is empty; `along` are the raw columns of the sequences along it.
+        are its last ids, and a missing one is empty; `along` are the sequences along it.
         """
+        found = self._items_of(field, time)
+        if field.kind != "sequence":
+            return _with_missing(found.offsets, found.ids, found.weights)
+        if field.along:
+            return self._last(field, found, found.missing), None
+        nothing = found.blank
+        for other in (self._items_of(each, time) for each in along):  # where it has a value, a marker is a step
+            nothing = nothing & found.by_row(other.are_blank)
+        for other in (self._items_of(each, time) for each in along):
+            nothing = nothing | found.missing & found.by_row(np.diff(other.offsets) == 0)
+        return self._last(field, found, nothing | found.empty), None
+
+    def _items_of(self, field: RawField, time: np.ndarray | None) -> "_Items":
+        """The items of a field of lists; of a sequence along another one they are needed twice."""
+        if field.name not in self._items:
+            self._items[field.name] = self._read_items(field, time)
+        return self._items[field.name]
+
+    def _read_items(self, field: RawField, time: np.ndarray | None) -> "_Items":
         name = field.column
         column = self._columns[name]
         if pa.types.is_null(column.type):
@@ -229,23 +251,14 @@ class SampleColumns:
             large = np.abs(weights) > MAX_WEIGHT
             self._fail(large, name, items, WEIGHTS_ARE_BOUNDED, np.repeat(np.arange(self._rows), lengths))
             weights = np.where(large, 0.0, weights).astype(np.float32)
-        ids = without_markers(ids.fill_null(""), field.null)
-        if field.kind != "sequence":
-            return _with_missing(offsets, ids, weights)
-        missing = nothing = mask(pc.equal(ids, ""))
-        if not joined and not field.along and not along:  # as text that is a marker
-            nothing = missing & ~mask(items.is_null())
-        elif not joined and not field.along:  # an item that is null or a marker keeps its place beside one along it
-            nothing = mask(pc.equal(items, "").fill_null(False)) if is_text(items.type) else np.zeros_like(missing)
-            for other in along:
-                nothing = nothing | missing & np.repeat(_without_items(other), lengths)
-        return self._last(field, offsets, ids, nothing), None
+        return _Items(offsets, items, without_markers(ids.fill_null(""), field.null), weights)
 
-    def _last(self, field: RawField, offsets: np.ndarray, ids: pa.Array, nothing: np.ndarray) -> pa.ListArray:
+    def _last(self, field: RawField, found: "_Items", nothing: np.ndarray) -> pa.ListArray:
         """Returns the last ids of each list; none of a list of one that is `nothing`, as empty text becomes.
 
         A sequence along another one has as many ids, of which one may be such.
         """
+        offsets, ids = found.offsets, found.ids
         given = np.diff(offsets)
         single, own = np.flatnonzero(given == 1), given.copy()
         own[single] -= nothing[offsets[single]]
@@ -363,11 +376,50 @@ def _with_missing(
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), ids), weights
 
 
-def _without_items(column: pa.Array) -> np.ndarray:
-    """Whether a list is null or empty, bool [R]; text is never, as it is always split into at least one item."""
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return mask(pc.equal(pc.list_value_length(column).fill_null(0), 0))
-    return np.zeros(len(column), bool) if is_text(column.type) else mask(column.is_null())
+@dataclass(frozen=True)
+class _Items:
+    """The items of a field of R lists; joined text has at least one.
+
+    Attributes:
+        offsets: int64 [R + 1].
+        raw: the items as they are given, null or otherwise.
+        ids: strings, empty where an item is null, empty or a marker of missing values.
+        weights: float32, if weighted.
+    """
+
+    offsets: np.ndarray
+    raw: pa.Array
+    ids: pa.Array
+    weights: np.ndarray | None
+
+    @cached_property
+    def empty(self) -> np.ndarray:
+        """Items that are empty text."""
+        if not is_text(self.raw.type):
+            return np.zeros(len(self.raw), bool)
+        return mask(pc.equal(self.raw, "").fill_null(False))
+
+    @cached_property
+    def missing(self) -> np.ndarray:
+        """Items without a value."""
+        return mask(pc.equal(self.ids, ""))
+
+    @cached_property
+    def blank(self) -> np.ndarray:
+        """Items without a value that are not null."""
+        return self.missing & ~mask(self.raw.is_null())
+
+    @property
+    def are_blank(self) -> np.ndarray:
+        """Lists that have no item, or one that is blank, bool [R]."""
+        given, result = np.diff(self.offsets), np.diff(self.offsets) == 0
+        single = np.flatnonzero(given == 1)
+        result[single] = self.blank[self.offsets[single]]
+        return result
+
+    def by_row(self, values: np.ndarray) -> np.ndarray:
+        """Repeats values [R] for the items of each list."""
+        return np.repeat(values, np.diff(self.offsets))
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:

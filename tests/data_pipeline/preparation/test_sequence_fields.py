@@ -1,5 +1,6 @@
 """Sequence fields: the last ids in order, one vocabulary with the field they share, and what is refused."""
 
+import json
 from datetime import UTC, datetime
 
 import numpy as np
@@ -165,3 +166,44 @@ def test_ages_are_the_bits_of_seconds_before_the_sample(tmp_path):
 )
 def test_schema_files_that_are_refused(tmp_path, replaced, by, message):
     refused(message, prepare_text, tmp_path, SCHEMA.replace(replaced, by), TEXT)
+
+
+def test_a_marker_alone_is_a_step_where_one_along_it_has_a_value(tmp_path):
+    """As text, as lists, in lines of JSON whatever else is in them, and in requests."""
+    schema = SCHEMA.replace(SCHEMA.splitlines()[-2], ALONG).replace(', shares = "item"', "")
+    schema = schema.replace('"sequence", ', '"sequence", null = ["NA"], ')
+    pairs = [
+        ("NA", "x"),
+        ("NA", "NA"),
+        ("a", "NA"),
+        ("a|NA", "NA|y"),
+        ("NA|b", "x|y"),
+        ("", "NA"),
+        ("NA", ""),
+        ("", ""),
+    ]
+    wrong = [("", "x"), ("NA", "x|y")]
+    text = "click,item,history,tags\n" + "".join(f"{n % 2},i,{h},{t}\n" for n, (h, t) in enumerate(pairs))
+    prepare_text(tmp_path, schema, text)
+    rows = read_split(tmp_path / "out", "train")
+    assert [len(each) for each in rows["history"]] == [len(each) for each in rows["tags"]] == [1, 0, 1, 2, 2, 0, 0, 0]
+    assert rows["history"][0] == rows["tags"][2] == [MISSING]
+    lists = [([*h.split("|")], [*t.split("|")]) for h, t in pairs]
+    columns = {"history": [h for h, _ in lists], "tags": [t for _, t in lists]}
+    prepared_table(tmp_path, click=[0, 1] * 4, item=["i"] * 8, **columns)
+    assert read_split(tmp_path / "table", "train") == rows
+    codec = SampleCodec.load(tmp_path / "out")
+    expected = {name: [id for row in rows[name] for id in row] for name in ("history", "tags")}
+    for given in (pairs, lists):
+        samples = [{"item": "i", "history": h, "tags": t} for h, t in given]
+        odd = {"item": 5, "history": ["a"], "tags": ["x"]}  # for which a chunk is read line by line
+        lines = [json.dumps(each).encode() for each in [*samples, odd]]
+        for encoded in (
+            codec.encode_request(samples)[0],
+            codec.encode(codec.from_json(lines[:-1], training=False), training=False).block,
+            codec.encode(codec.from_json(lines, training=False), training=False).block,
+        ):
+            assert {name: bags.values.tolist()[:6] for name, bags in encoded.bags.items()} == expected
+        for history, tags in wrong:
+            samples[2] = {"item": "i", "history": history, "tags": tags}
+            assert [each.index for each in codec.encode_request(samples)[1]] == [2]
