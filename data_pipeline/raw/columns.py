@@ -130,8 +130,9 @@ class SampleColumns:
     def shown(self, name: str) -> pa.Array:
         """Returns the text of values of any type, strings [R], empty where missing, as predictions show them."""
         column = self._columns[name]
+        ids = as_id_text(column)  # without exponents
         try:
-            return column.cast(pa.string()).fill_null("")
+            return (column.cast(pa.string()) if ids is None else ids[0]).fill_null("")
         except pa.ArrowNotImplementedError:
             raise _wrong_type(name, column.type, "values that can be shown as text") from None
 

@@ -96,6 +96,16 @@ def test_several_labels_weights_numbers_and_kept_columns(prepared, tmp_path):
         prepare("tabular", [tmp_path / "new.csv"], tmp_path / "newer", like=tmp_path / "out", keep=["nothing"])
 
 
+def test_kept_numbers_are_the_ids_that_fields_have(tmp_path):
+    users = [12345678901.0, 0.1, 7.0, None]
+    table = pa.table({"label": [0, 1] * 4, "shop": list("abcd") * 2, "user": users * 2})
+    pq.write_table(table, tmp_path / "raw.parquet")
+    (tmp_path / "schema.toml").write_text('keep = ["user"]\nfields = [{name = "shop", kind = "categorical"}]')
+    config, schema_file = PrepareConfig(test_fraction=0), tmp_path / "schema.toml"
+    prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "out", config, schema_file=schema_file)
+    assert read_split(tmp_path / "out", "train")["kept_user"][:4] == ["12345678901", "0.1", "7", ""]
+
+
 def test_one_class_is_refused_and_no_advice_drops_the_other(prepared):
     rows = ["a,1", "b,-1", "a,1", "b,-1"]
     with pytest.raises(ValueError, match=r'line 3, column label: .*got \'-1\'. .* positive = \["1"\]') as error:
