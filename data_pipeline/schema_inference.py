@@ -30,6 +30,7 @@ from cowrec.data_pipeline.raw.parsing import require_offsets
 from cowrec.data_pipeline.raw.reading import look, naming_file, open_groups
 from cowrec.data_pipeline.raw.text import BYTE_ORDER_MARK, RawText
 from cowrec.data_pipeline.raw.values import (
+    DATE_DIGITS,
     EXACT_INTEGERS,
     LOOKS_MISSING,
     NUMBER_PATTERN,
@@ -328,23 +329,34 @@ def _said(kind: pa.DataType) -> str:
     """What a type says of its values, see `RawSample`; "" if only these do."""
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return "time"
-    if pa.types.is_map(kind):
+    if pa.types.is_map(kind) and _are_ids(kind.key_type) and _is_number(kind.item_type):
         return "weighted"
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        names = [each.name for each in kind.value_type] if pa.types.is_struct(kind.value_type) else []
-        flat = not names and as_id_text(plain_array(pa.nulls(0, kind.value_type))) is not None
-        if flat or {"id", "weight"} <= set(names):
-            return "weighted" if names else "multi"
-    return "" if as_id_text(plain_array(pa.nulls(0, kind))) else f"values of the type {kind}, which are not read"
+        types = {each.name: each.type for each in kind.value_type} if pa.types.is_struct(kind.value_type) else {}
+        if {"id", "weight"} <= types.keys() and _are_ids(types["id"]) and _is_number(types["weight"]):
+            return "weighted"
+        if not types and _are_ids(kind.value_type):
+            return "multi"
+    return "" if _are_ids(kind) else f"values of the type {kind}, which are not read"
+
+
+def _are_ids(kind: pa.DataType) -> bool:
+    return as_id_text(plain_array(pa.nulls(0, kind))) is not None
 
 
 def _texts(column: pa.ChunkedArray) -> list[str | None]:
     """Values as text; None where they have none, such as lists and bytes that are no UTF-8."""
     try:
-        found = [plain_array(chunk).cast(pa.string()).to_pylist() for chunk in column.chunks]
+        found = [_text(plain_array(chunk)).to_pylist() for chunk in column.chunks]
         return ["" if value is None else value for values in found for value in values]
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return [None] * len(column)
+
+
+def _text(values: pa.Array) -> pa.Array:
+    """Values as text: numbers without exponents, where they are whole, as in the ids that they become."""
+    ids = as_id_text(values) if _is_number(values.type) else None
+    return values.cast(pa.string()) if ids is None else ids[0]
 
 
 @contextmanager
@@ -496,10 +508,6 @@ NOTATION = re.compile(r"[+-]?[$€£¥]? ?[+-]?([0-9]{1,3}([., '][0-9]{3})+|[0-9
 """Numbers as people write them: with signs of currencies, separators of thousands, a decimal comma."""
 TIME_NAME = re.compile(r"(time|date|stamp|^ts$|_at$|^at$)", re.I)
 
-DATE_DIGITS = re.compile(
-    r"(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])(([01][0-9]|2[0-3])([0-5][0-9]){0,2})?"
-)
-"""YYYYMMDD, followed by HH, HHMM or HHMMSS or not; those with hours are Unix seconds of the years from 2030 on too."""
 DATE_TEXT = re.compile(r"([A-Za-z]{3},? )?[0-9]{1,4}([/.-][0-9]{1,2}[/.-]| ?[A-Z][a-z]{2,8} ?)[0-9]{2,4}")
 """How dates as people write them begin."""
 
@@ -593,11 +601,11 @@ def _guess_number(guess: Guess, name: str, known: Sequence[str], *, whole: bool)
         guess.kind, guess.why = "categorical", f"{len(distinct)} different integers, and the name of an id"
     elif too_large:
         guess.kind, guess.why = "categorical", "integers that are too large for numbers"
-    elif integers and len(distinct) <= FEW_VALUES:
-        guess.kind, guess.why = "categorical", f"unsure: {len(distinct)} different integers, codes or small numbers"
     elif name.lower() in WEIGHT_NAMES:
         guess.kind = "numeric"
         guess.why = f'unsure: weights of the samples? then remove it here, and add weight = "{name}" above'
+    elif integers and len(distinct) <= FEW_VALUES:
+        guess.kind, guess.why = "categorical", f"unsure: {len(distinct)} different integers, codes or small numbers"
     elif not integers:
         guess.kind, guess.why = "numeric", "numbers with decimals"
     else:
@@ -646,14 +654,18 @@ def _as_list(
     """Returns how much shorter a list of the distinct parts is, and the field, if values look joined by a separator."""
     several = sum(separator in text for text in known)
     parts = Counter(part for text in known for part in text.split(separator))
-    if several < 0.2 * len(known) or len(parts) > 0.5 * len(distinct) or not all(parts):
+    if several < 0.2 * len(known) or not all(parts):
         return None
-    gain = len(distinct) / len(parts)
     for weight_separator in ":=":
         halves = [part.rpartition(weight_separator) for part in parts]
-        if all(left and NUMBER_PATTERN.fullmatch(weight) for left, _, weight in halves):
+        ids = {left for left, _, _ in halves}
+        weighted = all(left and NUMBER_PATTERN.fullmatch(weight) for left, _, weight in halves)
+        if weighted and len(ids) <= 0.5 * len(distinct):
             keys = {"separator": separator, "weight_separator": weight_separator}
-            return gain, "weighted", keys, f"{len({left for left, _, _ in halves})} different ids with numbers"
+            return len(distinct) / len(ids), "weighted", keys, f"{len(ids)} different ids with numbers"
+    if len(parts) > 0.5 * len(distinct):
+        return None
+    gain = len(distinct) / len(parts)
     odd = next((part for part in parts if part != part.strip()), "")
     blanks = f"; unsure: blanks become part of the ids, as in {odd!r}" if odd else ""
     why = f"unsure: {len(parts)} different parts in {len(distinct)} values{blanks}{ORDERED}"

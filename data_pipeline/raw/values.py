@@ -79,6 +79,10 @@ TIME_RULES = {
     "hour": "a time must be YYMMDDHH",
 }
 
+DATE_DIGITS = re.compile(
+    r"(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])(([01][0-9]|2[0-3])([0-5][0-9]){0,2})?"
+)
+"""YYYYMMDD, followed by HH, HHMM or HHMMSS or not: Unix seconds of August 1970, or with hours from the year 2030 on."""
 _ISO = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?)?"
 _ZONED = _ISO + r"(Z| UTC|[+-][0-9]{2}(:?[0-9]{2})?)$"
 _LOCAL = _ISO + "$"

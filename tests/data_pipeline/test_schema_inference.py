@@ -7,6 +7,7 @@ import re
 import shutil
 import tomllib
 from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -361,7 +362,7 @@ def test_integers_of_types_for_text_are_ids(tmp_path: Path, typed: bool) -> None
 def test_unsure_numbers_and_times(tmp_path: Path) -> None:
     """Large numbers that are all different identify the row, as the same numbers as text do."""
     rows = [
-        f"{n % 2},{n % 3}.5,{10**17 + 7 * n**2},{10**17 + 7 * n**2:x},2019-10-{1 + n % 28:02d} 00:00:{n % 60:02d} UTC,"
+        f"{n % 2},{n % 3},{10**17 + 7 * n**2},{10**17 + 7 * n**2:x},2019-10-{1 + n % 28:02d} 00:00:{n % 60:02d} UTC,"
         f"{1 + n % 12}/{1 + n % 28}/2024"
         for n in range(300)
     ]
@@ -525,11 +526,29 @@ def test_columns_of_parquet_are_recognised_or_left_out(tmp_path: Path) -> None:
         "record": [{"a": 1}] * 40,
         "nested": [[[1, 2], [3]]] * 40,
         "weights": [[{"id": "x", "weight": 0.5}]] * 40,
+        "counts": pa.array([[("x", n % 3)] for n in range(40)], pa.map_(pa.string(), pa.int8())),
+        "attributes": pa.array([[("os", "ios")]] * 40, pa.map_(pa.string(), pa.string())),
+        "named": [[{"id": "x", "weight": "heavy"}]] * 40,
+        "user_id": [None if n % 9 == 0 else 1e10 + n % 7 for n in range(40)],
+        "seller_id": pa.array([Decimal(n % 5) for n in range(40)], pa.decimal128(38, 18)),
     }
     pq.write_table(pa.table(columns), tmp_path / "raw.parquet")
     text, _, found = inferred(tmp_path / "raw.parquet")
-    assert found == {"shop": "categorical", "tags": "multi", "score": "numeric", "weights": "weighted"}
-    assert text.count("# left out: ") == 4
+    numbers = {"score": "numeric", "user_id": "categorical", "seller_id": "categorical"}
+    assert found == numbers | {"shop": "categorical", "tags": "multi", "weights": "weighted", "counts": "weighted"}
+    assert text.count("# left out: ") == 6
     assert text.count('kind = "sequence"') == 1
     assert prepared(tmp_path / "raw.parquet").splits["train"].positives == (20,)
     assert read_split(tmp_path / "data", "train")["score"].count(0.0) == 20
+
+
+def test_weighted_lists_are_known_by_their_ids(tmp_path: Path) -> None:
+    """Weights that are all different make all parts different."""
+    draw = np.random.default_rng(0)
+    rows = (
+        f"{n % 2},{n % 60}," + "|".join(f"t{draw.integers(20)}:{draw.random():.4f}" for _ in "abc") for n in range(400)
+    )
+    (tmp_path / "raw.csv").write_text("\n".join(["label,user_id,words", *rows]))
+    text, _, found = inferred(tmp_path / "raw.csv")
+    assert found == {"user_id": "categorical", "words": "weighted"}
+    assert "20 different ids with numbers" in text
