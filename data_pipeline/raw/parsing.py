@@ -371,20 +371,22 @@ def filter_lines(block: Block, quote: str) -> "tuple[bytes, np.ndarray, int, lis
 
 
 def _not_utf8(data: bytes, ends: np.ndarray) -> list[tuple[int, int]]:
-    """Returns (line index, first invalid byte) of lines that are not UTF-8; decodes again after each of them."""
+    """Returns (line index, first invalid byte) of lines that are not UTF-8."""
     found: list[tuple[int, int]] = []
-    start = 0
     if data.isascii():
         return found
-    while start < len(data):
+    try:
+        str(memoryview(data), "utf-8")
+        return found
+    except UnicodeDecodeError:
+        pass
+    starts = np.r_[0, ends[:-1] + 1]
+    for line in np.unique(np.searchsorted(ends, np.flatnonzero(np.frombuffer(data, np.uint8) >= 0x80))).tolist():
+        text = data[starts[line] : ends[line]]
         try:
-            str(memoryview(data)[start:], "utf-8")
-            break
+            text.decode()
         except UnicodeDecodeError as error:
-            position = start + error.start
-            line = int(np.searchsorted(ends, position))
-            found.append((line, data[position]))
-            start = int(ends[line]) + 1
+            found.append((line, text[error.start]))
     return found
 
 
