@@ -153,10 +153,10 @@ def seconds_of(key: str, text: str | int) -> int:
     """Returns the Unix seconds of a time in the configuration. Raises ValueError naming the key."""
     import pyarrow as pa
 
-    from cowrec.data_pipeline.raw.values import TIME_RULES, as_times
+    from cowrec.data_pipeline.raw.values import DATE_DIGITS, TIME_RULES, as_times
 
     seconds, invalid = as_times(pa.array([str(text)]), "timestamp")
-    if invalid[0]:
+    if invalid[0] or DATE_DIGITS.fullmatch(str(text)):
         raise ValueError(f"{key} = {text!r}: {TIME_RULES['timestamp']}")
     return int(seconds[0])
 

@@ -100,6 +100,7 @@ def fit(
                 counters[name].add(counted)
             report(partition.file_bytes)
     _check_training(total, layout, ledger)
+    total.order.report_dates()
     if plan.split.kind == "order":
         total.order.report()
     dense = tuple(
@@ -125,7 +126,8 @@ def _check_training(total: PartitionStatistics, layout: Layout, ledger: BadRowLe
     bad = f"; {ledger.by_path.total():,} bad rows were left out" if ledger.by_path else ""
     if not total.train_samples:
         raise ValueError(
-            f"no training sample: all samples are in other splits or bad rows{bad}; lower test_fraction or test_rows"
+            f"no training sample: all samples are in other splits or bad rows{bad}; lower test_fraction or"
+            " test_rows, or choose a later test_from"
         )
     for label in layout.labels:
         negative, positive = total.classes[label.name, 0.0], total.classes[label.name, 1.0]

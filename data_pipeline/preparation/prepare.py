@@ -20,7 +20,7 @@ from cowrec.data_pipeline.raw.inputs import Partition, RawFile, Source, find_gro
 from cowrec.data_pipeline.raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_schema_file
 from cowrec.data_pipeline.raw.parsing import BadRowLedger, check_same_types, check_types
 from cowrec.data_pipeline.raw.reading import look, survey
-from cowrec.data_pipeline.remote import Place, RemoteFolder, is_remote, local_path
+from cowrec.data_pipeline.remote import Place, RemoteFolder, is_remote, local_path, require_local
 
 from .config import DEFAULT_TEST_FRACTION, PrepareConfig, seconds_of
 from .engines import Engine, LocalEngine, dask_engine
@@ -75,6 +75,8 @@ def prepare(
     """
     config, report = config or PrepareConfig(), progress or (lambda _: None)
     groups = find_groups(_paths((inputs, validation, test), scheduler, new=like is None))
+    if like is not None:
+        like = require_local(like, "like", "its vocabularies are read from there; copy it to this machine first")
     earlier = Schema.load(like) if like is not None else None
     described, sources = _look(_layout(layout, schema_file, earlier), groups, keep, need_label=earlier is None)
     if earlier is None:
@@ -259,11 +261,12 @@ def _by_files(files: Sequence[RawFile], groups: Sequence[Sequence[str]]) -> Spli
     samples, first_test = [file.samples for file in files], len(files) - test
     if not test:
         return None
-    of_split = {"validation": files[first_test - validation : first_test], "test": files[first_test:]}
+    of_split = {"training": files[: first_test - validation]}
+    of_split |= {"validation": files[first_test - validation : first_test], "test": files[first_test:]}
     for name, own in of_split.items():
         if own and not any(file.samples for file in own):
             raise ValueError(
-                f"the files of the {name} split have no samples: {', '.join(groups[1 + (name == 'test')])}"
+                f"the files of the {name} split have no samples: {', '.join(groups[[*of_split].index(name)])}"
             )
     return by_order(sum(samples), sum(samples[first_test:]), sum(samples[first_test - validation : first_test]))
 

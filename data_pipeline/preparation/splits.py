@@ -15,7 +15,7 @@ from cowrec.data_pipeline.hashing import uniforms
 from cowrec.data_pipeline.raw.inputs import Block, Partition, Report
 from cowrec.data_pipeline.raw.layouts import Layout
 from cowrec.data_pipeline.raw.parsing import Parsed, parse
-from cowrec.data_pipeline.raw.values import LATEST
+from cowrec.data_pipeline.raw.values import DATE_DIGITS, LATEST
 
 from .config import SplitKind
 from .engines import Engine
@@ -91,8 +91,8 @@ def by_order(samples: int, test: int, validation: int) -> SplitRule:
     """
     if test + validation >= samples:
         raise ValueError(
-            f"test_rows and validation_rows must be less than the {samples:,} samples in the files, got"
-            f" {test + validation:,}"
+            f"no training sample: {test + validation:,} of the {samples:,} samples in the files would be for validation"
+            " and testing; lower the rows or fractions of these splits"
         )
     return SplitRule("order", first_validation=samples - test - validation, first_test=samples - test)
 
@@ -173,6 +173,16 @@ class TimeOrder:
         self.newest, self.oldest = max(self.newest, other.newest), min(self.oldest, other.oldest)
         self.others.merge(other.others)
 
+    def report_dates(self) -> None:
+        """Warns if times seem to be dates as digits, which are valid Unix seconds too."""
+        if DATE_DIGITS.fullmatch(str(self.newest)):
+            logger.warning(
+                "the newest training sample has the time %d, which is read as Unix seconds: %s; if it means a date,"
+                " write it as 2014-10-21",
+                self.newest,
+                iso(self.newest),
+            )
+
     def report(self) -> None:
         """Warns if samples for validation or testing are older than the newest training sample."""
         if self.oldest < self.newest:
@@ -180,6 +190,7 @@ class TimeOrder:
             older = self.others.counts[self.others.values < self.newest].sum() / self.others.total
             logger.warning(
                 "the samples are not sorted by time: %.3g %% of those for validation and testing are older than the"
-                ' newest training sample, so the model trains on their future; use split = "time"',
+                ' newest training sample, so the model trains on their future; use split = "time", or newer files for'
+                " these splits",
                 100 * older,
             )

@@ -61,7 +61,7 @@ def test_time_divides_samples_whatever_their_order(tmp_path_factory, data):
         assert again == found
 
 
-def test_dates_divide_samples(tmp_path):
+def test_dates_divide_samples(tmp_path, caplog):
     times = ["2024-04-30", "2024-05-03T12:00:00Z", "2024-05-01", "2024-04-30T23:59:59", "1714608000", "2024-04-01"]
     config = {"split": "time", "validation_from": "2024-05-01", "test_from": "2024-05-02"}
     made, found = prepared(tmp_path, times, **config)
@@ -72,6 +72,12 @@ def test_dates_divide_samples(tmp_path):
     message = "no sample is in the split test; check test_from"
     refused(message, prepared, tmp_path, times, split="time", test_from="2030-01-01")
     refused("6 samples have 1 different times, too few", prepared, tmp_path, ["2024-04-30"] * 6, split="time")
+    refused("no training sample.*or choose a later test_from", prepared, tmp_path, times, split="time", test_from=0)
+    digits = r"test_from = 20240501: a time must be Unix seconds .* or ISO 8601"
+    refused(digits, prepared, tmp_path, times, split="time", test_from=20240501)
+    assert "Unix seconds" not in caplog.text
+    prepared(tmp_path, ["20240430", "20240501", "20240502"] * 5, split="order")
+    assert "has the time 20240502, which is read as Unix seconds: 1970-08-23T06:21:42Z; if it means a" in caplog.text
     untimed = SCHEMA.replace('time = "at"', "")
     refused("needs the times of samples: name their column", prepared, tmp_path, times, split="time", schema=untimed)
 

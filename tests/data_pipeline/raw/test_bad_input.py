@@ -4,6 +4,8 @@ import gzip
 import os
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
@@ -138,9 +140,16 @@ def test_a_byte_order_mark_is_not_part_of_the_header(tmp_path):
 
 
 def test_a_data_set_without_training_samples_is_refused(prepared, tmp_path):
-    message = "test_rows and validation_rows must be less than the 3 samples in the files, got 3"
+    message = "no training sample: 3 of the 3 samples in the files would be for validation and testing; lower the rows"
     refused(message, prepare_text, tmp_path, SCHEMA, GOOD * 3, config=PrepareConfig(split="order", test_rows=3))
     refused("no training sample", prepared, b"2,2,x,a,k:1\n", on_bad_row="skip")
+    (tmp_path / "schema.toml").write_text(ONE_FIELD)
+    table = pa.table({"label": [0, 1], "x": ["a", "b"]})
+    for name, rows in (("train", 0), ("test", 2)):
+        pq.write_table(table.slice(0, rows), tmp_path / f"{name}.parquet")
+    files = [tmp_path / "train.parquet"], tmp_path / "out_of_files"
+    message = r"the files of the training split have no samples: .*train\.parquet"
+    refused(message, prepare, "tabular", *files, schema_file=tmp_path / "schema.toml", test=[tmp_path / "test.parquet"])
 
 
 def test_a_failed_run_keeps_the_existing_data_set(prepared, tmp_path):
