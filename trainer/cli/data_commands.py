@@ -54,7 +54,7 @@ def _one_flag_per_input(args: Sequence[str]) -> Iterator[str]:
 
 @schema.command()
 def infer(
-    file: Annotated[Path, typer.Argument(help="Raw file: text, plain or compressed, Parquet or Arrow.")],
+    file: Annotated[str, typer.Argument(help="Raw file: text, plain or compressed, Parquet or Arrow.")],
     output: Annotated[Path | None, output_flag("TOML file to write; it must not exist. [stdout]")] = None,
     label: Annotated[str, typer.Option(help="Column of the label. [one of two values]")] = "",
 ) -> None:
@@ -95,7 +95,7 @@ def prepare(
         typer.Option("--schema", help="For tabular: TOML file that describes the columns; not with --like."),
     ] = None,
     like: Annotated[
-        Path | None,
+        str | None,
         typer.Option(help="Run or data set whose ids and scales to apply; all samples go to the test split."),
     ] = None,
     validation: SplitInputs = None,

@@ -200,6 +200,8 @@ MISTAKES = {
     "evaluate {data} --data {data}": "is not a run: it has no config.toml",
     "prepare criteo -i none.tsv -o out": "none.tsv",
     "prepare criteo -i {toml} -o out": "run.toml",
+    "prepare criteo -i {toml} -o out --like s3://bucket/run": "like s3://bucket/run must be a local folder: its vocab",
+    "schema infer file:///no/clicks.csv": "/no/clicks.csv",
     f"{AVAZU} --min-count=4": "prepare has no --min-count; write --set prepare.min_count=4",
     f"{AVAZU} --set prepare.mincount=4": "unknown key prepare.mincount (= 4); did you mean prepare.min_count?",
     f"{AVAZU} --set train.seed=4": "prepare takes --set prepare.key=value only, got section train",
