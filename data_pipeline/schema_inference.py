@@ -392,6 +392,8 @@ def _text_sample(path: str, label: str) -> RawSample:
         notes.append(f"{odd} lines of the sample have an odd number of quotes, {meaning}")
     delimiter, width = _delimiter(lines[:PROBED_LINES], quote, path)
     quote = "" if len(delimiter) > 1 else quote
+    if quote and (escaped := sum('\\"' in line for line in lines)):
+        notes.append(f"{escaped} lines of the sample have {ESCAPED}")
     rows = [row for row in _split(lines[: SAMPLE_ROWS + 1], delimiter, quote) if len(row) == width]
     if (first := len(_split(lines[:1], delimiter, quote)[0])) != width:
         raise ValueError(f"{path}, line 1: {first} columns, but {width} in most lines; remove what is above the table")
@@ -425,6 +427,8 @@ def _refuse_newlines(lines: Sequence[str], path: str) -> None:
         records = list(csv.reader(io.StringIO("\n".join(lines)), delimiter=delimiter))[:-1]  # the last may be cut
         broken = next((value for record in records for value in record if "\n" in value), "")
         if broken and len({len(record) for record in records} - {1}) == 1 < len(records[0]):
+            if '\\"' in broken:
+                raise ValueError(f"{path}: quotes within quotes are written as {ESCAPED}")
             raise ValueError(
                 f"{path}: a quoted value contains a newline ({broken[:LONG_TEXT]!r}), which is not supported; replace"
                 " such newlines in the file, or write it as Parquet"
@@ -481,6 +485,7 @@ def _header(rows: Sequence[Sequence[str]]) -> tuple[bool, bool]:
 
 ORDERED = '; a history, the oldest first: kind = "sequence", max_length = 50'
 """What to do where the order of lists counts, which their values do not show."""
+ESCAPED = '\\", which CSV does not know; write the file with such quotes twice, "" (Spark: escape = "\\"")'
 SEPARATORS = "|;,^ "
 SPACED = (", ", "; ")
 ENOUGH = 100
@@ -577,9 +582,11 @@ def guess_column(name: str, values: Sequence[str | None], said: str = "", scope:
     dated, named = all(DATE_DIGITS.fullmatch(text) for text in distinct), TIME_NAME.search(name)
     if named and (dated or (all(DATE_TEXT.match(text) for text in distinct) and not _are_times(distinct))):
         guess.why += f"; unsure: seem to be times, but {distinct[0]} is not read as one; write it as 2014-10-21T07:00"
+    if named and numbers and len(numbers) == len(distinct) and min(numbers) > 10**11 and max(numbers) < 4.1e12:
+        guess.why += "; unsure: seem to be Unix milliseconds; write seconds, if these are the times of the samples"
     # Unix seconds of the years from 1973 to 2099.
     lately = len(numbers) == len(distinct) and min(numbers) > 10**8 and max(numbers) < 4.1e9 and not dated
-    if not guess.missing and (not numbers or (named and lately)):
+    if guess.missing <= MOST_MISSING and (not numbers or (named and lately)):
         guess.is_time = _are_times(distinct)
     return guess
 

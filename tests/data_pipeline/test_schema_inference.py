@@ -552,3 +552,17 @@ def test_weighted_lists_are_known_by_their_ids(tmp_path: Path) -> None:
     text, _, found = inferred(tmp_path / "raw.csv")
     assert found == {"user_id": "categorical", "words": "weighted"}
     assert "20 different ids with numbers" in text
+
+
+def test_remarks_on_times_and_quotes_as_other_programs_write_them(tmp_path: Path) -> None:
+    times = ["" if n % 50 == 7 else f"2024-03-{1 + n % 28:02d} 10:{n % 60:02d}:{n // 60:02d}" for n in range(200)]
+    rows = [f'{n % 2},{time},{1709280000000 + 977 * n},"a {n % 3}"' for n, time in enumerate(times)]
+    (tmp_path / "raw.csv").write_text("\n".join(["click,at,ts,title", *rows]).replace("a 2", r"\"b\""))
+    text, layout, _ = inferred(tmp_path / "raw.csv")
+    assert layout.time == "at"
+    assert "2 % of the rows have none, and are bad rows" in text
+    assert "unsure: seem to be Unix milliseconds; write seconds" in text
+    assert r"66 lines of the sample have \", which CSV does not know; write the file with such quotes twice" in text
+    (tmp_path / "raw.csv").write_text("\n".join(["click,at,ts,title", *rows]).replace("a 2", r"b\""))
+    message = r"raw\.csv: quotes within quotes are written as \\\", which CSV does not know"
+    refused(message, infer_schema, tmp_path / "raw.csv")
