@@ -145,7 +145,7 @@ class Checkpoints:
         own = process.world_size > 1 or process.device.type == "cuda"
         self._group = dist.new_group(backend="gloo", timeout=max(process.timeout, _LONGEST_SKEW)) if own else None
         self._pending: tuple[int, Future[Path | None]] | None = None
-        self._failure: str | None = None
+        self._failure = self._remedy = ""
 
     def clean(self) -> None:
         """Removes unfinished checkpoints of a killed process; call it while holding the run's folder.
@@ -203,7 +203,10 @@ class Checkpoints:
                 if write_files:
                     write_files(partial)
                 path = _seal(partial, progress, about, self._config, elsewhere)
-                self._place.push()
+                try:
+                    self._place.push()
+                except Exception as error:
+                    raise _NotUploaded(path) from error
                 sealed.set_result(path)
             except BaseException as error:  # CheckpointException is not an Exception; the waiter needs every error
                 shutil.rmtree(partial, ignore_errors=True)
@@ -235,7 +238,7 @@ class Checkpoints:
 
         def check() -> None:
             if self._failure:
-                raise ValueError(f"{self._failure}; free disk space or repair the folder, then train with --resume")
+                raise ValueError(f"{self._failure}; {self._remedy}")
 
         on_first(self._process, check)
 
@@ -249,7 +252,7 @@ class Checkpoints:
         if self._pending is None:
             return
         step, sealed = self._pending
-        self._pending = self._failure = None
+        self._pending, self._failure = None, ""
         try:
             while not wait([sealed], self._process.timeout.total_seconds()).done:
                 if lost := self._lost():
@@ -257,11 +260,26 @@ class Checkpoints:
             self.latest = sealed.result() or self.latest
         except RuntimeError:  # the processes cannot communicate; an error of one of them is a CheckpointException
             raise
+        except _NotUploaded as error:
+            self.latest = error.path
+            why = f"could not be uploaded ({_cause(error.__cause__ or error)})"
+            self._failure = f"the checkpoint of step {step} is complete in {self.latest}, but {why}"
+            self._remedy = "when the object store answers, train with --resume on this machine"
+            logger.warning(f"warning: {self._failure}")
         except (CheckpointException, Exception) as error:
+            self._remedy = "free disk space or repair the folder, then train with --resume"
             last = f"the last good checkpoint is {self.latest}" if self.latest else "there is no earlier one"
             self._failure = f"the checkpoint of step {step} could not be written ({_cause(error)}); {last}"
             if self._process.is_first:
                 logger.warning(f"warning: {self._failure}")
+
+
+class _NotUploaded(Exception):
+    """Raised for a checkpoint that is complete in the copy of a run's folder alone; ``path`` is there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self.path = path
 
 
 class _CpuStager(AsyncStager):

@@ -12,9 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from cowrec.data_pipeline.files import PARTIAL, checksum, locked_folder
+from cowrec.data_pipeline.files import PARTIAL, checksum, locked_folder, replace_file
 from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.remote import Place, RemoteFolder, copy_without_shards, is_remote, local_path
+
+from .run_dir import METRICS
 
 MANIFEST = "checkpoint.json"
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
@@ -128,7 +130,9 @@ class RunPlace:
     """Folder of a training run: a local one, or one in an object store, of which a local copy is trained in.
 
     The copy is uploaded after every checkpoint, each checkpoint's manifest last, so that an interrupted upload leaves
-    the checkpoint before it. The object store cannot lock the folder: two runs must not train in one.
+    the checkpoint before it. What could not be uploaded stays in the copy, from which a resumed run on this machine
+    continues; a file beside the copy says that there is something. The object store cannot lock the folder: two runs
+    must not train in one.
 
     On several hosts each host has a copy, without the shards of checkpoints: a process uploads those that it wrote, and
     fetches those that it reads.
@@ -142,7 +146,8 @@ class RunPlace:
         is_shared: whether all processes of the run have this folder.
 
     Raises:
-        ValueError: the folder in the object store is not empty and not resumed, or is in use on this machine.
+        ValueError: the folder in the object store is not empty and not resumed, or is in use on this machine; or this
+            machine has a run for it that was not uploaded and is not resumed.
         OSError: the object store does not answer; also from every method.
     """
 
@@ -161,11 +166,21 @@ class RunPlace:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return  # the first process of the machine copies, before it joins the others
         with locked_folder(self.folder):
-            if not resume and self._remote.list():
+            there = self._remote.list()
+            if not resume and there:
                 raise ValueError(
                     f"run folder {uri} is not empty; continue its run with --resume, or choose another with --run-dir"
                 )
-            _mirror(self._remote, self.folder, self._is_copied)
+            if self._waits(there):
+                if not resume:
+                    raise ValueError(
+                        f"the last run in {uri} could not be uploaded and is in {self.folder}; continue it with"
+                        " --resume, or remove that folder"
+                    )
+                self._uploaded = {name: (found.size, 0) for name, found in there.items()}
+                self.push()
+            else:
+                _mirror(self._remote, self.folder, self._is_copied)
         self._uploaded = self._copied_files()
 
     def push(self) -> None:
@@ -174,6 +189,8 @@ class RunPlace:
             return
         files = self._copied_files()
         changed = [name for name, stamp in files.items() if self._uploaded.get(name) != stamp]
+        if self.is_shared:  # the file's text is whether the store has something of this run
+            replace_file(self._waiting, b"more" if self._uploaded else b"all")
         self._remote.upload(self.folder, sorted(changed, key=lambda name: (_is_manifest(name), name)))
         gone = self._uploaded.keys() - files.keys()
         if not self.is_shared:
@@ -181,6 +198,25 @@ class RunPlace:
             gone |= {name for name in shards if not (self.folder / name).with_name(MANIFEST).exists()}
         self._remote.remove(sorted(gone, key=lambda name: (not _is_manifest(name), name)))
         self._uploaded = files
+        self._waiting.unlink(missing_ok=True)
+
+    @property
+    def _waiting(self) -> Path:
+        """The file that is there while something of the copy has not been uploaded."""
+        return self.folder.with_suffix(".waiting")
+
+    def _waits(self, there: Collection[str]) -> bool:
+        """Whether the copy has a checkpoint of the run that the object store has, or should have, but not all of it."""
+        if not self._waiting.exists() or not any(self.folder.rglob(MANIFEST)):
+            return False
+        if not there:  # otherwise somebody has removed the run there
+            return self._waiting.read_bytes() == b"all"
+        own = self.folder / METRICS
+        if METRICS not in there or not own.is_file():
+            return False
+        assert self._remote
+        first, ours = (text.partition(b"\n")[0] for text in (self._remote.read(METRICS), own.read_bytes()))
+        return first == ours  # which has the time of the run's first step
 
     def upload_shards(self, checkpoint: Path, rank: int) -> Files:
         """Uploads the shards that a process wrote, and removes them from this host; returns what a manifest lists.

@@ -27,7 +27,7 @@ from cowrec.trainer.runtime.processes import Process
 from numbered_data import flat, ids, write_numbered
 from process_groups import in_processes, process_group
 from refusal import refused
-from run_comparison import assert_same
+from run_comparison import assert_same, wait_for
 from servers.s3_server import S3Server, s3_clients
 from trained_runs import make_folder, report_of
 from trainer_cases import case_of, free_port, interrupted, launched_as, train_case, train_in_processes
@@ -192,6 +192,45 @@ def test_a_run_continues_on_a_machine_without_a_copy(folder: Path, server: S3Ser
     run(folder, uri, "checkpoint.keep_last=1", "train.epochs=3", resume=True)
     kept = {name.split("/")[1] for name in stored(server, "bucket/runs/continued") if name.startswith("checkpoints/")}
     assert kept == {"step_000000015"}
+
+
+@pytest.mark.parametrize("from_begin", [True, False])
+def test_a_run_that_could_not_be_uploaded_continues_from_its_copy(
+    folder: Path, server: S3Server, tmp_path: Path, from_begin: bool
+) -> None:
+    """The bucket is missing from the beginning, or from the first epoch's end on; then it is there, as it was."""
+    owner = pafs.S3FileSystem(
+        access_key="test", secret_key="test", region="us-east-1", endpoint_override=server.endpoint,
+        allow_bucket_creation=True, allow_bucket_deletion=True,
+    )  # fmt: skip
+    bucket = f"late-{from_begin}".lower()
+    uri, place = f"s3://{bucket}/run", tmp_path / "before"
+
+    def after_epoch(end: dict[str, Any]) -> bool:
+        if end["epoch"] == 1 and not from_begin:
+            wait_for(lambda: "checkpoints/step_000000005/checkpoint.json" in RemoteFolder(uri).list())
+            RemoteFolder(uri).download(place)
+            owner.delete_dir(bucket)
+        return False
+
+    if not from_begin:
+        owner.create_dir(bucket)
+    config = load_config(folder / "run.toml", ["train.epochs=3", "checkpoint.keep_last=9", "checkpoint.every_steps=0"])
+    message = (
+        r"the checkpoint of step 15 is complete in .*step_000000015, but could not be uploaded .*;"
+        " when the object store answers, train with --resume on this machine$"
+    )
+    refused(message, train, config, folder / "data", uri, after_epoch=after_epoch)
+    owner.create_dir(bucket)
+    if from_begin:
+        refused("could not be uploaded and is in .*; continue it with --resume", train, config, folder / "data", uri)
+    else:
+        RemoteFolder(uri).upload(place, sorted(files(place)))
+        assert not any("step_000000015" in name for name in files(place))
+    report = train(config, folder / "data", uri, resume=True)
+    assert (report["steps"], "step_000000015" in " ".join(stored(server, f"{bucket}/run"))) == (15, True)
+    train(config, folder / "data", tmp_path / "local")
+    assert_same(local_copy(uri), tmp_path / "local")
 
 
 def test_an_export_is_copied_with_its_manifest_last(folder: Path, server: S3Server) -> None:
