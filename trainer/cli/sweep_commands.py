@@ -35,7 +35,7 @@ def sweep(
         str | None,
         typer.Option(help="Scaling rules, separated by commas. [the TOML file's rule, and cowclip,linear,none]"),
     ] = None,
-    clip: Annotated[str, typer.Option(help="on (the TOML file's clip rule), off, or both.")] = "on,off",
+    clip: Annotated[str, typer.Option(help="on (the TOML file's clip rule), off, or on,off.")] = "on,off",
     seeds: Annotated[int, count_flag("Runs of each combination; seeds count up from train.seed.")] = 3,
     overrides: Overrides = None,
 ) -> None:

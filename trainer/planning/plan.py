@@ -243,6 +243,8 @@ def _remedies(config: RunConfig, schema: Schema, batch: Batch, cluster: Cluster)
             return False
 
     pairs = product(("device", "uvm"), get_args(ShardingKind))
-    found = [f'sharding.plan = "{kind}", sharding.memory = "{each}"' for each, kind in pairs if fits(kind, each)]
+    alone = ", without sharding.tables" if config.sharding.tables else ""
+    kinds = [(f'sharding.plan = "{kind}", sharding.memory = "{each}"', fits(kind, each)) for each, kind in pairs]
+    found = [each + alone for each, does in kinds if does]
     enough = (1 << each for each in range(1, _MOST_DOUBLINGS + 1) if fits("row_wise", "device", 1 << each))
-    return found or [f'{cluster.hosts * each} hosts, sharding.plan = "row_wise"' for each in islice(enough, 1)]
+    return found or [f'{cluster.hosts * each} hosts, sharding.plan = "row_wise"{alone}' for each in islice(enough, 1)]

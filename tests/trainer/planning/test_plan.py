@@ -170,7 +170,11 @@ def test_plan_names_what_does_not_fit_and_what_does(cowrec: Cowrec, folder: Path
     assert re.search(r"does not fit: rank \d needs \d+\.\d GB of its GPU's 4: tables \d", printed)
     assert 'sharding.plan = "row_wise", sharding.memory = "uvm"' in printed
     assert '"row_wise", sharding.memory = "device"' not in printed
+    assert "without sharding.tables" not in printed
     assert (bool(found["misfits"]), found["cluster"]["devices"]) == (True, 2)
+    of_one = 'sharding.tables={city="data_parallel"}'
+    printed, _ = plan(cowrec, folder, small, "train.device=cuda", *large, of_one)
+    assert 'sharding.plan = "row_wise", sharding.memory = "uvm", without sharding.tables' in printed
     settings = (*large, "sharding.memory=uvm", "train.device=cuda")
     (largest, *_) = plan(cowrec, folder, small, *settings)[1]["ranks"]
     assert largest["device_bytes"] < sum(largest["memory"].values()) - 12 * 64 * 5_000_000
