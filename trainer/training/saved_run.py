@@ -137,7 +137,12 @@ class _Beside:
         types = arrow_schema(schema)
         # A kept column whose name is taken keeps its prefix.
         taken = {*own, *(name for name in schema.kept if name.startswith("prediction"))}
-        shown = own + [KEPT_PREFIX + name if name in taken else name for name in schema.kept]
+        shown = list(own)
+        for name in schema.kept:
+            while name in taken:
+                name = KEPT_PREFIX + name
+            taken.add(name)
+            shown.append(name)
         self.schema = pa.schema([(new, types.field(name).type) for new, name in zip(shown, names, strict=True)])
         self._names, self._rest = names, pa.schema([types.field(name) for name in names]).empty_table()
         self._shards = shard_columns(data_dir, schema, split, names)
@@ -155,9 +160,13 @@ def trained_state(
 ) -> tuple[TrainState, Progress]:
     """Loads a run's model, sharded over the process group, with the weights of an intact checkpoint, and its progress.
 
-    The run is from :func:`run_of`. Raises ValueError as :meth:`TrainState.load_weights` does.
+    The run is from :func:`run_of`; it may have had another number of processes, for which its sharding was chosen.
+    Raises ValueError as :meth:`TrainState.load_weights` does.
     """
-    state = TrainState(RunPlan.of(*run, process))
+    config, schema = run
+    if process.world_size > 1:
+        config = with_values(config, sharding={"plan": "auto", "tables": {}})
+    state = TrainState(RunPlan.of(config, schema, process))
     return state, state.load_weights(run_dir / CHECKPOINTS, checkpoint)
 
 

@@ -86,16 +86,19 @@ def test_predictions_join_their_source_whatever_was_skipped(folder: Path, tmp_pa
         values = rows[number].split(",")
         values[1] = "x"  # the price
         rows[number] = ",".join(values)
-    header += ",user id,prediction"
+    rows = [f"{row},{number % 7}" for number, row in enumerate(rows)]
+    header += ",user id,prediction,kept_prediction"
     for name, part in (("a", rows[:25]), ("b", rows[25:]), ("good", [r for n, r in enumerate(rows) if n not in bad])):
         (tmp_path / f"{name}.csv").write_text("\n".join([header, *part]))
+    keep = ["user id", "prediction", "kept_prediction"]
     for output, files in (("skipped", ["a", "b"]), ("all", ["good"])):
         settings = PrepareConfig(on_bad_row="skip", shard_rows=9)
         raw = [tmp_path / f"{name}.csv" for name in files]
-        prepare("tabular", raw, tmp_path / output, settings, like=folder / "run", keep=["user id", "prediction"])
+        prepare("tabular", raw, tmp_path / output, settings, like=folder / "run", keep=keep)
         predict(folder / "run", tmp_path / output, tmp_path / f"{output}.parquet")
     found, without_bad = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("skipped", "all"))
-    assert found.column_names == ["sample_number", "label", "user id", "kept_prediction", "prediction"]
+    shown = ["kept_prediction", "kept_kept_prediction"]
+    assert found.column_names == ["sample_number", "label", "user id", *shown, "prediction"]
     assert found["prediction"].equals(without_bad["prediction"])
     predict(folder / "run", tmp_path / "skipped", tmp_path / "skipped.CSV")
     types = pa.csv.ConvertOptions(column_types=dict(zip(found.column_names, found.schema.types, strict=True)))

@@ -13,7 +13,7 @@ from cowrec.trainer.export.export import export_run
 from cowrec.trainer.training.saved_run import evaluate_run
 from refusal import refused
 from trained_runs import run as run_of
-from trainer_cases import CONFIG, checkpoint
+from trainer_cases import CONFIG, case_of, checkpoint, train_in_processes
 
 COLUMNS = '[[fields]]\nname = "price"\nkind = "numeric"\n[[fields]]\nname = "city"\nkind = "categorical"\n'
 SETTINGS = ["train.epochs=1", "train.batch_size=20", "optimizer.base_batch_size=20", "optimizer.l2=1e-3"]
@@ -72,6 +72,16 @@ def test_id_tables_count_by_times_or_by_batches(tmp_path: Path) -> None:
     (tmp_path / "old_first" / "journal").mkdir()  # as of a run on a stream, whose samples always have times
     start = f"train.warm_start={tmp_path}/old_first"
     refused("on samples with times, .* without times", run, tmp_path, untimed, "third", *ids, start)
+
+
+def test_processes_start_from_a_run_of_one_whose_sharding_they_could_not_have(tmp_path: Path) -> None:
+    """Six columns cannot be split between two."""
+    same = data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"])
+    run(tmp_path, same, "first", "sharding.plan=column_wise")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    frozen = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", f"train.warm_start={tmp_path}/first"]
+    train_in_processes(case_of(tmp_path, tmp_path / "second", *SETTINGS, *frozen, data=same))
+    assert evaluate_run(tmp_path / "second", same)["auc"] == evaluate_run(tmp_path / "first", same)["auc"]
 
 
 def test_the_same_data_evaluate_equally_and_mismatches_are_refused(tmp_path: Path) -> None:
