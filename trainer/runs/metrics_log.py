@@ -25,6 +25,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     Args:
         path: the run's folder; None on ranks other than the first, which write nothing.
         step: step that the run continues from; metrics of later steps are removed because it takes those steps again.
+        set_aside: batches that it has set aside until then, which are no steps; lines of later ones are removed, too.
         max_bytes: size at which ``metrics.jsonl`` becomes ``metrics.jsonl.1`` and the one before is removed, and so are
             TensorBoard's files but the newest; 0: never.
         may_drop: whether what cannot be written, because the disk is full, is left out with one warning.
@@ -38,14 +39,16 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         *,
         max_bytes: int = 0,
         may_drop: bool = False,
+        set_aside: int = 0,
     ) -> None:
         self._tolerated: tuple[type[OSError], ...] = (OSError,) if may_drop else ()
         self._drops = False
         self._path, self._trackers, self._max_bytes = path, trackers, max_bytes
         self._board = SummaryWriter(str(path / BOARD), purge_step=step + 1) if path else None
         if path:
-            for file in (path / METRICS, earlier(path / METRICS)):
-                _drop_after(file, step)
+            left = set_aside
+            for file in (earlier(path / METRICS), path / METRICS):
+                left = _drop_after(file, step, left)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._board:
@@ -84,17 +87,23 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._board.add_scalar(tag, value, step)
 
 
-def _drop_after(metrics: Path, step: int) -> None:
-    """Removes the lines of steps after ``step``, the incomplete last line of a killed process, and damaged lines."""
+def _drop_after(metrics: Path, step: int, set_aside: int) -> int:
+    """Removes the lines of steps after ``step``, the incomplete last line of a killed process, and damaged lines.
+
+    Of the lines of batches that were set aside the first ``set_aside`` stay; returns how many fewer there were.
+    """
     if not metrics.exists():
-        return
+        return set_aside
     kept, damaged = [], 0
     for line in metrics.read_bytes().splitlines(keepends=True):
         try:
-            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+            found = json.loads(line)
+            if line.endswith(b"\n") and found["step"] <= step and (found.get("kind") != "set_aside" or set_aside):
+                set_aside -= found.get("kind") == "set_aside"
                 kept.append(line)
         except (ValueError, LookupError, TypeError):  # after a power failure a part of a file may be zeros
             damaged += 1
     if damaged:
         logger.warning("warning: %d damaged lines of %s are removed", damaged, metrics)
     replace_file(metrics, b"".join(kept))
+    return set_aside

@@ -169,7 +169,7 @@ class _EpochRun:
             if step.set_aside:
                 self._report_set_aside(log, step.set_aside)
             stopping, saving = stop.agreed(), not step.set_aside and self._saves_now(steps)
-            if not (stopping or saving or self._logs_now(steps)):
+            if not (stopping or saving or (self._logs_now(steps) and not step.set_aside)):
                 continue
             done = self._done()
             self.write_metrics(log, done, dense_lr=step.dense_lr, embedding_lr=step.embedding_lr)
@@ -350,7 +350,10 @@ def _require_normalised(model: nn.Module, plan: RunPlan) -> None:
     train, rows = plan.config.train, plan.train_rows
     if not any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()):
         return
-    for samples in (min(train.batch_size, rows), rows % train.batch_size):
+    sizes = [*plan.ramp.sizes]  # of the first epoch, which begins with them; then of the others
+    for left in (rows - plan.ramp.samples, rows)[: 1 + (train.epochs > 1)]:
+        sizes += [min(train.batch_size, left), left % train.batch_size]
+    for samples in sizes:
         if 0 < samples < 2 * train.accumulation:
             raise ValueError(
                 f'model.name = "{plan.config.model.name}" has batch normalisation, which cannot train on a single'
@@ -442,7 +445,8 @@ class Trainer:
         folder, settings = self.place.folder, to_plain(self.config) | {"derived": self.plan.describe()}
         run = TrackedRun(folder, flattened(settings), flattened(self.state.environment))
         trackers = [Tracking(name, TRACKERS[name](), run) for name in dict.fromkeys(self.config.train.trackers)]
-        return MetricsLog(folder, self.steps, trackers, max_bytes=max_bytes, may_drop=may_drop)
+        position = {"step": self.steps, "set_aside": self.set_aside}
+        return MetricsLog(folder, trackers=trackers, max_bytes=max_bytes, may_drop=may_drop, **position)
 
     def step(self, batches: Iterator[Batch], passes: int = 1) -> Step:
         """Trains on the next batch, or on several that are parts of one; does not wait for the device unless
