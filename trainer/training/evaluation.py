@@ -55,7 +55,8 @@ def field_importance(state: TrainState, reader: Reader, samples: Samples) -> dic
     """How much worse the predictions are if the values of a field are permuted among the evaluated samples.
 
     Breiman 2001 (Random Forests), section 10, on samples that were not trained on. The permutation is fixed. A field
-    that became both a number and a bucket is permuted as one. The split is then resident, in one process.
+    that became both a number and a bucket is permuted as one, and so is a history with the sequences along it, which
+    have its length. The split is then resident, in one process.
 
     Args:
         reader: of a complete split.
@@ -69,9 +70,10 @@ def field_importance(state: TrainState, reader: Reader, samples: Samples) -> dic
     order = np.arange(reader.num_rows)
     order[known] = known[np.random.default_rng(0).permutation(len(known))]
     schema, fields = reader.schema, dict[str, list[str]]()
-    sources = [(each.source, each.name) for each in schema.dense] + [(each.source, each.name) for each in schema.sparse]
-    for source, name in sources:
-        fields.setdefault(source or name, []).append(name)
+    source_of = {each.name: each.source or each.name for each in (*schema.dense, *schema.sparse)}
+    mains = {each.name: each.along for each in schema.sparse if each.along}
+    for name in source_of:
+        fields.setdefault(source_of[mains.get(name, name)], []).append(name)
     before, index, found = measure(samples.of_task(0)), torch.from_numpy(order).to(reader.device), {}
     for source, names in fields.items():
         after = measure(predicted_samples(state, reader.with_values_of(index, names)).of_task(0))

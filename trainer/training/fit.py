@@ -53,12 +53,13 @@ class FittedModel:
         Raises:
             ValueError: the table has other columns, or a row that cannot be read.
         """
-        found = _as_arrow(table)
+        found, labels = _as_arrow(table), Schema.load(self.run_dir).labels
+        if not found.num_rows:
+            return np.empty((0, len(labels)) if len(labels) > 1 else 0, np.float32)
         with tempfile.TemporaryDirectory(prefix="cowrec-") as folder:
             output = Path(folder, "predictions.parquet")
             predict_run(self.run_dir, self._prepared(found, Path(folder), on_bad_row), output)
             written = pq.read_table(output)
-        labels = Schema.load(self.run_dir).labels
         names = ["prediction"] if len(labels) == 1 else [f"prediction_{label}" for label in labels]
         predictions = np.full((found.num_rows, len(names)), np.nan, np.float32)
         predictions[written[SAMPLE_NUMBER].to_numpy()] = np.stack([written[each].to_numpy() for each in names], axis=1)

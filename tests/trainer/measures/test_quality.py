@@ -386,13 +386,15 @@ def test_importance_is_that_of_columns_permuted_on_disk(cowrec: Cowrec, tmp_path
     for name, change in found["importance"].items():
         copy, permuted = folder / f"permuted_{name}", table
         shutil.copytree(folder / "data", copy)
-        for column in {name, f"{name}_bucket", f"{name}{WEIGHT_SUFFIX}"} & {*table.column_names}:
+        along = [each.name for each in Schema.load(folder / "data").sparse if each.along == name]
+        for column in {name, *along, f"{name}_bucket", f"{name}{WEIGHT_SUFFIX}"} & {*table.column_names}:
             values = table[column].take(pa.array(order))
             permuted = permuted.set_column(table.column_names.index(column), table.schema.field(column), values)
         pq.write_table(permuted, copy / "test" / shard.name)
         measured = evaluate_run(folder / "run", copy)
         assert change["auc_drop"] == found["auc"] - measured["auc"], name
         assert change["logloss_rise"] == measured["logloss"] - found["logloss"], name
+    assert not any(each.along and each.name in found["importance"] for each in Schema.load(folder / "data").sparse)
     rises = [each["logloss_rise"] for each in found["importance"].values()]
     assert rises == sorted(rises, reverse=True)
     first, rise = next(iter(found["importance"])), f"{rises[0]:.4f}"

@@ -118,6 +118,7 @@ def test_skipped_rows_have_no_prediction(tmp_path: Path) -> None:
     refused(message, careful.evaluate, wrong)
     np.testing.assert_array_equal(careful.predict(wrong, on_bad_row="skip"), model.predict(wrong))
     assert careful.evaluate(wrong, on_bad_row="skip")["rows"] == 19
+    assert careful.predict(wrong.slice(0, 0)).shape == (0,)
 
 
 def test_new_tables_need_no_times(tmp_path: Path) -> None:
