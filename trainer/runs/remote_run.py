@@ -203,7 +203,7 @@ class RunPlace:
     @property
     def _waiting(self) -> Path:
         """The file that is there while something of the copy has not been uploaded."""
-        return self.folder.with_suffix(".waiting")
+        return self.folder.with_name(f"{self.folder.name}.waiting")
 
     def _waits(self, there: Collection[str]) -> bool:
         """Whether the copy has a checkpoint of the run that the object store has, or should have, but not all of it."""

@@ -70,7 +70,8 @@ def field_importance(state: TrainState, reader: Reader, samples: Samples) -> dic
     order = np.arange(reader.num_rows)
     order[known] = known[np.random.default_rng(0).permutation(len(known))]
     schema, fields = reader.schema, dict[str, list[str]]()
-    source_of = {each.name: each.source or each.name for each in (*schema.dense, *schema.sparse)}
+    source_of = {each.name: each.source or each.name for each in schema.dense}
+    source_of |= {each.name: each.source or each.name for each in schema.sparse}
     mains = {each.name: each.along for each in schema.sparse if each.along}
     for name in source_of:
         fields.setdefault(source_of[mains.get(name, name)], []).append(name)
