@@ -145,7 +145,8 @@ class Checkpoints:
         own = process.world_size > 1 or process.device.type == "cuda"
         self._group = dist.new_group(backend="gloo", timeout=max(process.timeout, _LONGEST_SKEW)) if own else None
         self._pending: tuple[int, Future[Path | None]] | None = None
-        self._failure = self._remedy = ""
+        self._failure: str | None = None
+        self._remedy = ""
 
     def clean(self) -> None:
         """Removes unfinished checkpoints of a killed process; call it while holding the run's folder.
@@ -252,7 +253,7 @@ class Checkpoints:
         if self._pending is None:
             return
         step, sealed = self._pending
-        self._pending, self._failure = None, ""
+        self._pending = self._failure = None
         try:
             while not wait([sealed], self._process.timeout.total_seconds()).done:
                 if lost := self._lost():
