@@ -259,9 +259,13 @@ def _guard(
             return  # an evaluation, perhaps within a backward pass of another thread
         waiting = {each.accumulation.waiting for each in lookups}
         if len(waiting) > 1:
+            names = [
+                each.name for some in lookups if some.accumulation.waiting < max(waiting) for each in some.lookup.shards
+            ]
             raise RuntimeError(
-                f"an exception interrupted a backward pass: of the passes of a step, tables have {min(waiting)} or"
-                f" {max(waiting)}; call accumulate(n) again, which drops them, and begin the step anew"
+                f"of the passes of a step, tables have {min(waiting)} or {max(waiting)}: an exception interrupted a"
+                " backward pass; then call accumulate(n) again, which drops them, and begin the step anew. Or the loss"
+                f" does not use the outputs of the tables {', '.join(map(repr, names))}: add 0 times their sum to it"
             )
         warn_unequal()
 
