@@ -63,7 +63,7 @@ class CollectionAdam:
         self.params: dict[str, Tensor] = {}
         self.of_param: dict[Tensor, dict[str, Any]] = {}
         self._steps = 0
-        self._written = False
+        self._written = self._is_stored = False
         """Whether all weights were loaded in place, perhaps with the moments, whose missed steps are then still due."""
 
     @property
@@ -200,8 +200,8 @@ class CollectionAdam:
                 " other processes take part in their steps; load the latest checkpoint on all of them"
             )
         warnings.warn(
-            f"an exception interrupted the backward pass of step {step}: the tables {names} take that step without the"
-            " batch's gradients, which other tables have applied",
+            f"an exception interrupted the backward pass of step {step}, or its loss does not use the outputs of the"
+            f" tables {names}: they take that step without the batch's gradients, which other tables have applied",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -291,7 +291,26 @@ class CollectionAdam:
                 remedy = "it was taken outside of as_stored(): load it and the weights there"
             raise ValueError(f"the optimizer's state has no {missing[0]!r} of {key!r}; {remedy}")
 
+    def catch_up_before(self, given: Mapping[str, Mapping[str, Any]]) -> None:
+        """Brings rows up to date before the moments that their missed steps need are replaced by those of a ``state``.
+
+        Where that is the moments' memory, it has been written before, and so may have been the weights.
+        """
+        replayed = [each for each in self._replayed() if each.step]
+        of_params = [(given[key], self.of_param[weight]) for key, weight in self.params.items()]
+        in_place = any(
+            one.data_ptr() == other.data_ptr()
+            for loaded, own in of_params
+            for name in _MOMENTS
+            for one, other in zip(_held_here(loaded[name]), _held_here(own[name]), strict=True)
+            if len(other)
+        )
+        if replayed and not (self._written or self._is_stored or in_place):
+            for adam in replayed:
+                adam.flush()
+
     def _set_entries(self, stored: bool) -> None:
+        self._is_stored = stored
         last = len(self._tables) - 1
         for number, (table, own) in enumerate(zip(self._tables, self.of_param.values(), strict=True)):
             for name in (STEP, LAST_STEP, LRS):

@@ -275,6 +275,27 @@ def test_weights_loaded_while_rows_are_behind(loaded: str) -> None:
     assert_equal(*states)
 
 
+@pytest.mark.parametrize("loaded", ["", "t0"])
+def test_moments_loaded_while_rows_are_behind(loaded: str) -> None:
+    """As to begin with new moments: the weights stay, but for those of some tables that are loaded afterwards."""
+    states = []
+    for absent_rows in ("dense", "replay"):
+        model = sharded_model(STREAMS["paper"].problem)
+        given = dict(sharded_model(STREAMS["paper"].problem).state_dict().items())
+        optimizer = EmbeddingAdam(model, replace(STREAMS["paper"].adam, absent_rows=absent_rows))
+        other = sharded_model(STREAMS["paper"].problem)
+        new = EmbeddingAdam(other, replace(STREAMS["paper"].adam, absent_rows=absent_rows)).state_dict()
+        for step in range(1, 60):
+            if step == 30:
+                optimizer.load_state_dict(new)
+                if loaded:
+                    parts = {key: each for key, each in given.items() if key.split(".")[-2:][0] == loaded}
+                    model.load_state_dict(parts, strict=False)
+            model(STREAMS["paper"].batch(step))[0].backward()
+        states.append(state_of(model, optimizer))
+    assert_equal(*states)
+
+
 def test_an_id_outside_its_table_fails_the_forward_and_changes_no_row() -> None:
     stream = STREAMS["clip binds"]
     model = sharded_model(stream.problem)
