@@ -205,12 +205,11 @@ class SampleColumns:
             return _with_missing(found.offsets, found.ids, found.weights)
         if field.along:
             return self._last(field, found, found.missing), None
-        nothing = found.blank
-        for other in (self._items_of(each, time) for each in along):  # where it has a value, a marker is a step
-            nothing = nothing & found.by_row(other.are_blank)
+        nothing, none = found.blank, found.empty
         for other in (self._items_of(each, time) for each in along):
-            nothing = nothing | found.missing & found.by_row(np.diff(other.offsets) == 0)
-        return self._last(field, found, nothing | found.empty), None
+            nothing = nothing & found.by_row(other.are_blank)  # where it has a value, a marker is a step
+            none = none | found.missing & found.by_row(np.diff(other.offsets) == 0)
+        return self._last(field, found, nothing | none), None
 
     def _items_of(self, field: RawField, time: np.ndarray | None) -> "_Items":
         """The items of a field of lists; of a sequence along another one they are needed twice."""

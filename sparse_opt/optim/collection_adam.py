@@ -63,7 +63,9 @@ class CollectionAdam:
         self.params: dict[str, Tensor] = {}
         self.of_param: dict[Tensor, dict[str, Any]] = {}
         self._steps = 0
-        self._written = self._is_stored = False
+        self._is_stored = False
+        """Whether entries are those of :meth:`as_stored`."""
+        self._written = False
         """Whether all weights were loaded in place, perhaps with the moments, whose missed steps are then still due."""
 
     @property

@@ -96,7 +96,7 @@ def prepare(
     ] = None,
     like: Annotated[
         str | None,
-        typer.Option(help="Run or data set whose ids and scales to apply; all samples go to the test split."),
+        typer.Option(help="Local run or data set whose ids and scales to apply; all samples go to the test split."),
     ] = None,
     validation: SplitInputs = None,
     test: SplitInputs = None,
