@@ -14,6 +14,7 @@ from torch import Tensor, compiler, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+from torchrec.optim.keyed import KeyedOptimizer
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
@@ -40,8 +41,8 @@ class CollectionAdam:
         lookups: Adam on each lookup.
         history: the collection's steps.
         params: weights by path, sharded as in the model's ``state_dict()``; made by :meth:`make_state`.
-        of_param: ``exp_avg`` and ``exp_avg_sq`` of each weight, sharded like it, and ``step``. Where rows are replayed,
-            within :meth:`as_stored`, ``last_step`` in place of ``step``, and the last weight's ``lrs``.
+        of_param: entries ``exp_avg`` and ``exp_avg_sq`` of each weight, sharded like it, and ``step``. Where rows are
+            replayed, within :meth:`as_stored`, ``last_step`` in place of ``step``, and the last weight's ``lrs``.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class CollectionAdam:
         self.history = StepHistory(config, torch.device(device or "cpu"))
         self.lookups = [LookupAdam(each, config, self.history, lr_factors) for each in clipped]
         self.params: dict[str, Tensor] = {}
-        self.of_param: dict[Tensor, dict[str, Any]] = {}
+        self.of_param: dict[Tensor, dict[str, Entry]] = {}
         self._steps = 0
         self._is_stored = False
         """Whether entries are those of :meth:`as_stored`."""
@@ -273,7 +274,11 @@ class CollectionAdam:
         prefix = f"{path}." if path else ""
         self.params = {f"{prefix}{key}": weight for key, weight in weights.items()}
         self.of_param = {
-            weight: {name: tensors[_table(key)] for name, tensors in kinds.items()} for key, weight in weights.items()
+            weight: {
+                name: _tensor_entry(f"{prefix}{key}", name, tensors[_table(key)], self._catch_up_before)
+                for name, tensors in kinds.items()
+            }
+            for key, weight in weights.items()
         }
         self._tables = [_table(key) for key in weights]
         self._set_entries(stored=False)
@@ -284,7 +289,8 @@ class CollectionAdam:
             entries, own = given.get(key, {}), self.of_param[weight]
             missing = sorted(own.keys() - entries.keys())
             if not missing:
-                _require_sizes(key, entries, own)
+                for name, entry in own.items():
+                    entry.check(entries[name])
                 continue
             remedy = "it is of another model"
             if LAST_STEP in entries:
@@ -293,32 +299,25 @@ class CollectionAdam:
                 remedy = "it was taken outside of as_stored(): load it and the weights there"
             raise ValueError(f"the optimizer's state has no {missing[0]!r} of {key!r}; {remedy}")
 
-    def catch_up_before(self, given: Mapping[str, Mapping[str, Any]]) -> None:
-        """Brings rows up to date before the moments that their missed steps need are replaced by those of a ``state``.
+    def _catch_up_before(self, given: Any, own: Any) -> None:
+        """Brings rows up to date before the moments that their missed steps need are replaced.
 
-        Where that is the moments' memory, it has been written before, and so may have been the weights.
+        What is given in the moments' memory has been written before, and so may have been the weights.
         """
-        replayed = [each for each in self._replayed() if each.step]
-        of_params = [(given[key], self.of_param[weight]) for key, weight in self.params.items()]
-        in_place = any(
-            one.data_ptr() == other.data_ptr()
-            for loaded, own in of_params
-            for name in _MOMENTS
-            for one, other in zip(_held_here(loaded[name]), _held_here(own[name]), strict=True)
-            if len(other)
-        )
-        if replayed and not (self._written or self._is_stored or in_place):
-            for adam in replayed:
+        held = [pair for pair in zip(_held_here(given), _held_here(own), strict=False) if len(pair[1])]
+        in_place = any(one.data_ptr() == other.data_ptr() for one, other in held)
+        if held and not (in_place or self._written or self._is_stored):
+            for adam in (each for each in self._replayed() if each.step):
                 adam.flush()
 
     def _set_entries(self, stored: bool) -> None:
         self._is_stored = stored
         last = len(self._tables) - 1
-        for number, (table, own) in enumerate(zip(self._tables, self.of_param.values(), strict=True)):
+        for number, (key, own) in enumerate(zip(self.params, self.of_param.values(), strict=True)):
             for name in (STEP, LAST_STEP, LRS):
                 own.pop(name, None)
             if stored:
-                own[LAST_STEP] = self._last_steps[table]
+                own[LAST_STEP] = _tensor_entry(key, LAST_STEP, self._last_steps[self._tables[number]])
             else:
                 own[STEP] = Entry(
                     self._take_steps if number == 0 else lambda: torch.tensor(self._steps),
@@ -337,18 +336,6 @@ class CollectionAdam:
         return sharded_like_weights(self.collection, lookups, flats, dtype, per_row=per_row)
 
 
-def _require_sizes(key: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """KeyedOptimizer would resize what differs, which then is no longer the optimizer's memory."""
-    for name in (name for name, value in own.items() if not isinstance(value, Entry)):
-        # Of the whole, and of the parts here.
-        sizes, wanted = ([list(each.size()) for each in (of[name], *_held_here(of[name]))] for of in (given, own))
-        if sizes != wanted:
-            raise ValueError(
-                f"the optimizer's state holds {name!r} of {key!r} in the sizes {sizes}, but the table has {wanted};"
-                " load it into a model with the same tables, sharded alike"
-            )
-
-
 def _views(adam: LookupAdam) -> list[Tensor]:
     """Weights of each of a lookup's shards."""
     return list(map(partial(adam.lookup.view_of, adam.lookup.flat_weights()), range(len(adam.lookup.shards))))
@@ -364,11 +351,34 @@ def _held_here(value: Any) -> list[Tensor]:
 class Entry:
     """Entry of a state that is computed when the state is taken, and acts when the state is loaded.
 
-    KeyedOptimizer calls both functions, also where it is part of another one.
+    KeyedOptimizer calls the first two functions, also where it is part of another one. The third raises ValueError for
+    a value that does not fit.
     """
 
-    def __init__(self, take: Callable[[], Any], load: Callable[[Any], None]):
-        self.state_dict, self.load_state_dict = take, load
+    def __init__(
+        self, take: Callable[[], Any], load: Callable[[Any], None], check: Callable[[Any], None] = lambda _: None
+    ):
+        self.state_dict, self.load_state_dict, self.check = take, load, check
+
+
+def _tensor_entry(key: str, name: str, own: Any, prepare: Callable[[Any, Any], None] = lambda *_: None) -> Entry:
+    """Entry of a table's tensor; ``prepare`` is called before it is written, with the given one and it."""
+
+    def check(given: Any) -> None:
+        # Of the whole, and of the parts here. KeyedOptimizer would resize what is then no longer the table's memory.
+        sizes, wanted = ([list(each.size()) for each in (of, *_held_here(of))] for of in (given, own))
+        if sizes != wanted:
+            raise ValueError(
+                f"the optimizer's state holds {name!r} of {key!r} in the sizes {sizes}, but the table has {wanted};"
+                " load it into a model with the same tables, sharded alike"
+            )
+
+    def load(given: Any) -> None:
+        check(given)
+        prepare(given, own)
+        KeyedOptimizer._update_param_state_dict_object({name: own}, {name: given}, [key])
+
+    return Entry(lambda: own, load, check)
 
 
 def _table(key: str) -> str:

@@ -288,8 +288,6 @@ class EmbeddingAdam(FusedOptimizer):
         """
         for each in self.collections:
             each.require_entries(state_dict["state"])
-        for each in self.collections:
-            each.catch_up_before(state_dict["state"])
         super().load_state_dict(state_dict)
 
     @property

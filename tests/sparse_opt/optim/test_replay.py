@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.optim.keyed import CombinedOptimizer
 
 from cowrec.sparse_opt import (
     AdamConfig,
@@ -275,8 +276,9 @@ def test_weights_loaded_while_rows_are_behind(loaded: str) -> None:
     assert_equal(*states)
 
 
+@pytest.mark.parametrize("combined", [True, False])
 @pytest.mark.parametrize("loaded", ["", "t0"])
-def test_moments_loaded_while_rows_are_behind(loaded: str) -> None:
+def test_moments_loaded_while_rows_are_behind(loaded: str, combined: bool) -> None:
     """As to begin with new moments: the weights stay, but for those of some tables that are loaded afterwards."""
     states = []
     for absent_rows in ("dense", "replay"):
@@ -287,7 +289,7 @@ def test_moments_loaded_while_rows_are_behind(loaded: str) -> None:
         new = EmbeddingAdam(other, replace(STREAMS["paper"].adam, absent_rows=absent_rows)).state_dict()
         for step in range(1, 60):
             if step == 30:
-                optimizer.load_state_dict(new)
+                (CombinedOptimizer([optimizer]) if combined else optimizer).load_state_dict(new)
                 if loaded:
                     parts = {key: each for key, each in given.items() if key.split(".")[-2:][0] == loaded}
                     model.load_state_dict(parts, strict=False)
