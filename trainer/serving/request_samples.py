@@ -36,6 +36,14 @@ class RequestSample(NamedTuple):
 class SharedProblem(str):
     """What is wrong with the shared fields of a request, and so with each of its samples."""
 
+    status, reason = 400, "bad_sample"
+
+
+class TooManyIds(SharedProblem):
+    """A problem of the samples' number too."""
+
+    status, reason = 413, "too_many_ids"
+
 
 class Rejected(Exception):
     """Raised for a request that is answered with an error.
@@ -55,8 +63,7 @@ def samples_of(body: bytes, limit: int) -> tuple[list[RequestSample], bool]:
     """The samples of a request, and whether they were given as a list, alone or with the fields that they share.
 
     Raises:
-        Rejected: the body is not JSON, has more than ``limit`` samples, too many ids in all, or something else in place
-            of a sample.
+        Rejected: the body is not JSON, has more than ``limit`` samples, or something else in place of a sample.
     """
     try:
         parsed = orjson.loads(body)
@@ -74,19 +81,7 @@ def samples_of(body: bytes, limit: int) -> tuple[list[RequestSample], bool]:
         raise Rejected(413, "too_many_samples", message)
     for index, sample in enumerate(found):
         _check(f"sample {index}", sample)
-    # A sample has them all; the ids of a text are at most every second character.
-    ids = len(found) * sum(_most_ids(each) for each in shared.values())
-    if ids > MOST_SHARED_IDS:
-        message = (
-            f"{len(found):,} samples with the shared fields have up to {ids:,} ids, the limit is {MOST_SHARED_IDS:,};"
-            " send fewer samples in a request, or shorter lists"
-        )
-        raise Rejected(413, "too_many_ids", message)
     return [RequestSample(sample, shared) for sample in found], many
-
-
-def _most_ids(value: Any) -> int:
-    return len(value) if isinstance(value, (list, dict)) else (len(value) + 1) // 2 if isinstance(value, str) else 1
 
 
 def encode_samples(codec: SampleCodec, samples: Sequence[RequestSample]) -> tuple[SampleBlock | None, list[str]]:
@@ -135,6 +130,13 @@ def _encode(codec: SampleCodec, samples: list[RequestSample]) -> tuple[SampleBlo
     once, wrong = codec.encode_request([{**dict.fromkeys(codec.columns), **shared}])
     if wrong:
         return None, [SharedProblem(f"shared: {_with_remedy(wrong[0].reason)}")] * len(samples)
+    ids = len(samples) * sum(len(bags.values) for bags in once.bags.values())
+    if ids > MOST_SHARED_IDS:
+        message = (
+            f"{len(samples):,} samples with the shared fields have {ids:,} ids, the limit is {MOST_SHARED_IDS:,}; send"
+            " fewer samples in a request, or shorter lists"
+        )
+        return None, [TooManyIds(message)] * len(samples)
     return _with_shared(codec, block, once, shared), problems
 
 

@@ -189,9 +189,10 @@ async def _predict(service: Service, request: Request) -> Response:
                 raise late from None
             results, version = [result for result, _ in answers], answers[0][1]
             for index, result in enumerate(results):
+                if isinstance(result, SharedProblem):
+                    raise Rejected(result.status, result.reason, result)
                 if isinstance(result, str):
-                    named = many and not isinstance(result, SharedProblem)
-                    raise Rejected(400, "bad_sample", f"sample {index}: {result}" if named else result)
+                    raise Rejected(400, "bad_sample", f"sample {index}: {result}" if many else result)
             content = {"version": version, **({"probabilities": results} if many else {"probability": results[0]})}
         response = _json(200, content)
     except Rejected as error:

@@ -232,6 +232,14 @@ class _EpochRun:
         log.write("eval", steps, epoch=self.epoch - 1, **values)
         self.epochs.append({"epoch": self.epoch, "step": steps, **values})
         self.say(f"epoch {self.epoch}/{self.config.train.epochs}  step {steps}  {text}")
+        metric = self.config.checkpoint.keep_best
+        if metric != "none" and best_epoch(self.epochs, metric) is None and len(self.epochs) == 1:
+            names = "the test split" if self.measured is self.test else "the validation samples"
+            self.trainer.warn(
+                f"warning: checkpoint.keep_best and train.patience go by {metric}, which {names} leave undefined; while"
+                " it is, no epoch is the best one and none ends training early. Measure samples with known labels of"
+                ' both classes, as by another train.validation_fraction, or let keep_best be "logloss" for those of one'
+            )
 
     def measure(self, reader: Reader, stop: Stop | None = None) -> tuple[dict[str, Any], str]:
         """Measures of the validation samples or of the test split, and a text for the terminal; raises Stopped."""
