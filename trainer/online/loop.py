@@ -98,6 +98,7 @@ def online(
         with run.trainer.running(resume):
             run.say(run.summary(source))
             run.warn_of_vocabularies()
+            run.warn_of_unused()
             report = run.follow(publish, resume)
             on_first(process, lambda: write_json(run_dir / REPORT, report))
         return report
@@ -303,6 +304,25 @@ class _OnlineRun:
             self.trainer.warn(
                 f"warning: ids of the fields {fixed} that are not in their vocabularies get no rows in their"
                 " collisionless tables; prepare the data set with --raw-ids, so that new ids do"
+            )
+
+    def warn_of_unused(self) -> None:
+        """Warns of settings that are for data sets: a stream has no epochs, and its checkpoints go by time."""
+        train, checkpoint = self.config.train, self.config.checkpoint
+        of_data_sets = {
+            "train": (train, "patience validation_fraction"),
+            "checkpoint": (checkpoint, "every_steps keep_best"),
+        }
+        unused = [
+            f"{section}.{name} = {value!r}"
+            for section, (own, names) in of_data_sets.items()
+            for name in names.split()
+            if (value := getattr(own, name)) != getattr(type(own), name)
+        ]
+        if unused:
+            self.trainer.warn(
+                f"warning: without effect on a stream, which has no epochs: {', '.join(unused)};"
+                " online.snapshot_seconds is the time between two checkpoints"
             )
 
     def summary(self, source: str) -> str:

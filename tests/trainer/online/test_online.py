@@ -295,8 +295,14 @@ def test_a_vocabulary_that_no_new_id_can_enter_is_warned_of(tmp_path: Path, capl
     prepare("tabular", files, tmp_path / "data", config, schema_file=tmp_path / "columns.toml")
     new = pa.table({"click": [0, 1], "when": [200, 201], "user": ["new", "u1"], "item": ["i1", "i2"]})
     write_stream(tmp_path / "incoming", [new])
-    config = load_config(case / "run.toml", ["model.embedding_dims={}", 'id_table.tables={item={kind="hash"}}'])
+    values = [
+        "model.embedding_dims={}",
+        'id_table.tables={item={kind="hash"}}',
+        f"checkpoint.every_steps={int(raw_ids)}",
+    ]
+    config = load_config(case / "run.toml", values)
     online(config, tmp_path / "data", str(tmp_path / "incoming"), tmp_path / "run")
+    assert ("without effect on a stream, which has no epochs: checkpoint.every_steps = 1;" in caplog.text) == raw_ids
     warned = "ids of the fields ['user'] that are not in their vocabularies get no rows" in caplog.text
     assert warned is not raw_ids
 
