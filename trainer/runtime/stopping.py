@@ -103,6 +103,11 @@ def stop_requests(process: Process) -> Iterator[StopRequest]:
         yield stop
 
 
+def interrupted_by_sigterm() -> AbstractContextManager[None]:
+    """Makes SIGTERM interrupt the block as Ctrl-C does; only in the main thread."""
+    return _handled(signal.default_int_handler, signal.SIGTERM)
+
+
 def ignoring_sigterm() -> AbstractContextManager[None]:
     """Ignores SIGTERM while a failed run finds out why it failed; only in the main thread.
 

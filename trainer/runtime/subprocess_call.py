@@ -3,10 +3,11 @@
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, TypeVar, cast
@@ -23,7 +24,8 @@ class Subprocess(AbstractContextManager["Subprocess"]):
     """A subprocess that runs one call after the other, without a new start and new imports for each.
 
     A call that fails also ends the process, whose memory or GPU may be in any state; the next call starts a new one.
-    The process ends with this one, even if this one is killed.
+    The process ends with this one, even if this one is killed. Ctrl-C does not reach it: the first one here sends it
+    SIGTERM and waits for the end of its call, the second one kills it.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,9 @@ class Subprocess(AbstractContextManager["Subprocess"]):
                 yield from results
         except (EOFError, ConnectionError):
             raise ProcessFailed(f"the process ended {self._end()}") from None
+        except KeyboardInterrupt:
+            self._ask_to_end()
+            raise
         except BaseException:
             self._end(kill=True)
             raise
@@ -73,6 +78,15 @@ class Subprocess(AbstractContextManager["Subprocess"]):
         self._process = context.Process(target=_serve, args=(other,))
         self._process.start()
         other.close()
+
+    def _ask_to_end(self) -> None:
+        self._process.terminate()
+        try:
+            with suppress(EOFError, ConnectionError):
+                while self._connection.recv()[1] is not None:
+                    pass
+        finally:
+            self._end(kill=True)
 
     def _end(self, kill: bool = False) -> str:
         """Ends the process by closing its connection. Returns how it ended."""
@@ -99,6 +113,7 @@ def _context(module: str) -> ForkServerContext | SpawnContext:
 
 def _serve(connection: Connection) -> None:
     """Runs calls until the other side closes the connection or one fails."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a terminal sends it to this process too
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:

@@ -30,6 +30,7 @@ from cowrec.trainer.config.run import (
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, difference_of_samples, to_json
 from cowrec.trainer.runtime.environment import prepare_process
 from cowrec.trainer.runtime.errors import Interrupted
+from cowrec.trainer.runtime.stopping import interrupted_by_sigterm
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.training.loop import AfterEpoch, train
 
@@ -93,7 +94,7 @@ def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Itera
     Raises:
         ValueError: another process is at work there, or the folder has another configuration or other files.
     """
-    with locked_folder(folder), Subprocess() as process:
+    with interrupted_by_sigterm(), locked_folder(folder), Subprocess() as process:
         file = folder / CONFIG
         if file.exists():
             # Loaded, so that a key that was left out has its default.
