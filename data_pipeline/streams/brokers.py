@@ -9,9 +9,11 @@ were already read, `rewound` counts it.
 
 Kafka: messages that are JSON objects. All partitions are assigned with explicit offsets from the stream's own position:
 nothing is committed, and no consumer group is joined, so that consumers which come and go rebalance nothing here.
-Partitions that are added to the topic are noticed and read from their beginning. The topic's retention must exceed the
-time between two snapshots, since a journal may refer to messages. Messages that Kafka deleted before they were read are
-logged and counted by their offsets. Offsets without a message, as transactions and compaction leave them, are skipped.
+Partitions that are added to the topic are noticed and read from their beginning. A chunk names the other partitions
+that have not been read to their end, so that a backlog of ordered partitions is trained on in order. The topic's
+retention must exceed the time between two snapshots, since a journal may refer to messages. Messages that Kafka deleted
+before they were read are logged and counted by their offsets. Offsets without a message, as transactions and compaction
+leave them, are skipped.
 """
 
 import logging
@@ -35,6 +37,11 @@ PARTITIONS_SECONDS = 30.0
 """Time between two looks for partitions that were added."""
 MOST_CONSUMED = 100_000
 """Messages that Kafka is asked for at once; librdkafka allows a million, and messages may lack between two offsets."""
+PARTITION_BYTES = 1 << 18
+"""Messages of a partition that Kafka sends at once; librdkafka would take four times as many, of each one in turn, and
+all but those of the last partition wait to be put in order."""
+MOST_AHEAD = 1 << 19
+"""Messages of others after which no partition waits any longer for one that gives none."""
 FIRST_ENTRIES = 64
 """Entries that Redis is asked for after there were none, or after a chunk was too large; doubled for each further poll.
 Redis cannot be told how many bytes to send."""
@@ -206,6 +213,7 @@ class KafkaSource:
             "enable.partition.eof": True,
             # A pending fetch blocks all other answers on its connection.
             "fetch.wait.max.ms": 50,
+            "fetch.message.max.bytes": PARTITION_BYTES,
         }
         try:
             self._consumer = self._kafka.Consumer(ours | dict(settings or {}), logger=self._log)
@@ -230,6 +238,8 @@ class KafkaSource:
         for number in self._partitions:
             position = positions.get(str(number))
             self._offsets[number] = self._bounds(number)[0] if position is None else int(position)
+        self._at_end: set[int] = set()
+        self._given, self._given_at = 0, dict[int, int]()  # messages, and those until the latest of each partition
         unknown = sorted(positions.keys() - {str(number) for number in self._partitions})
         if unknown:
             raise ValueError(f"topic {self._topic!r} has no partition {', '.join(unknown)}; is it another topic?")
@@ -286,24 +296,33 @@ class KafkaSource:
     def _gather(self, messages: list[Any]) -> None:
         """Groups messages into chunks of one partition each."""
         found: dict[int, list[Any]] = {}
-        out_of_range: set[int] = set()
+        out_of_range, at_end = set[int](), set[int]()
         for message in messages:
             error = message.error()
             if error is None:
                 found.setdefault(message.partition(), []).append(message)
+                at_end.discard(message.partition())
             elif error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET:
                 out_of_range.add(message.partition())
-            elif error.code() != self._kafka.KafkaError._PARTITION_EOF:
+            elif error.code() == self._kafka.KafkaError._PARTITION_EOF:
+                at_end.add(message.partition())
+            else:
                 self.counters["errors"] += 1
                 self._log.log(logging.WARNING, "Kafka: %s", error.str())
+        self._given += sum(map(len, found.values()))
+        self._given_at |= dict.fromkeys(found, self._given)
+        self._at_end -= found.keys()
+        patient = self._given - MOST_AHEAD
+        unread = {each for each in self._offsets if each not in self._at_end and self._given_at.get(each, 0) >= patient}
+        self._at_end |= at_end
         for number, each in found.items():
             samples = [message.value() or b"" for message in each]
-            begin = 0
+            begin, behind = 0, [str(other) for other in sorted(unread - {number})]
             while begin < len(each):
                 stop = begin + count_within(samples[begin:])
                 start, self._offsets[number] = self._offsets[number], each[stop - 1].offset() + 1
                 lost = self._lost.pop(number, 0)
-                self._ready.append(Chunk(str(number), start, self._offsets[number], samples[begin:stop], lost))
+                self._ready.append(Chunk(str(number), start, self._offsets[number], samples[begin:stop], lost, behind))
                 begin = stop
         for number in out_of_range:
             self._skip_lost(number)

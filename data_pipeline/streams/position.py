@@ -9,7 +9,7 @@ import errno
 import json
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,15 +20,15 @@ import pyarrow as pa
 from cowrec.data_pipeline.codec import TIME_COLUMN
 from cowrec.data_pipeline.files import durable_file, replace_file, sync_file, sync_folder, write_file
 
-from .reorder import ReorderBuffer
+from .reorder import Clock, ReorderBuffer
 
 POSITION_FILE, PENDING_FILE, RECENT_FILE = "position.json", "pending.arrow", "recent.arrow"
-FORMAT = 1
+FORMAT = 2
 
 LEFT_OUT = ("malformed", "duplicates", "late", "lost")
 COUNTERS = ("samples", *LEFT_OUT, "early", "bounded", "forced", "flushes", "handed_out", "batches")
 
-_PLAIN = ("partitions", "entry", "newest", "due", "ended", "counters")
+_PLAIN = ("partitions", "entry", "present", "due", "ended", "counters")
 """Attributes of a position that are plain JSON."""
 
 
@@ -39,8 +39,9 @@ class Position:
     Attributes:
         partitions: position in each partition of the source.
         entry: number of the next entry of the journal.
-        newest: the present, Unix seconds: the newest sample time that is no outlier; None before the first sample.
-        latest: times of the last samples; see `reorder.follow`.
+        present: Unix seconds; see `reorder.follow`. None before the first sample, and while a partition that has more
+            samples has given none.
+        clocks: times of each partition.
         due: number of waiting samples, oldest first, to return regardless of the watermark.
         ended: no more samples will come.
         waiting: samples not yet returned in a batch.
@@ -54,8 +55,8 @@ class Position:
 
     partitions: Mapping[str, Any] = field(default_factory=dict)
     entry: int = 0
-    newest: int | None = None
-    latest: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    present: int | None = None
+    clocks: Mapping[str, Clock] = field(default_factory=dict)
     due: int = 0
     ended: bool = False
     waiting: ReorderBuffer = field(default_factory=ReorderBuffer)
@@ -70,7 +71,8 @@ class Position:
         """Writes the position into an existing folder; durable when this returns."""
         waiting = self.waiting.compact()
         content = {name: getattr(self, name) for name in _PLAIN}
-        content |= {"format": FORMAT, "latest": self.latest.tolist(), "waiting": len(waiting)}
+        clocks = {name: (each.newest, each.latest.tolist()) for name, each in self.clocks.items()}
+        content |= {"format": FORMAT, "clocks": clocks, "waiting": len(waiting)}
         if len(waiting):
             _write_table(folder / PENDING_FILE, waiting.table)
         _write_table(folder / RECENT_FILE, pa.table({"id": np.concatenate(self.recent)}))
@@ -89,7 +91,10 @@ class Position:
                 waiting = waiting.add(table, table[TIME_COLUMN].to_numpy())
             return Position(
                 **{name: content[name] for name in _PLAIN},
-                latest=np.array(content["latest"], np.int64),
+                clocks={
+                    name: Clock(newest, np.array(latest, np.int64))
+                    for name, (newest, latest) in content["clocks"].items()
+                },
                 waiting=waiting,
                 recent=(_read_table(folder / RECENT_FILE)["id"].to_numpy(),),
             )
@@ -113,7 +118,7 @@ class Entry:
 
     Attributes:
         kind: "chunk" (samples arrived), "flush" (none arrived for too long) or "end" (no more will come).
-        partition, start, end: position of the chunk.
+        partition, start, end, behind: of the chunk.
         now: time of the event, Unix seconds.
     """
 
@@ -124,6 +129,7 @@ class Entry:
     samples: int = 0
     lost: int = 0
     now: int = 0
+    behind: Sequence[str] = ()
 
 
 class Journal:

@@ -4,6 +4,7 @@ P waiting samples, R arriving samples.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -112,47 +113,81 @@ MIN_SAMPLES = 8
 _NO_TIME = -(1 << 62)
 
 
-class Followed(NamedTuple):
-    """A stream's present as samples arrive.
+class Clock(NamedTuple):
+    """Times of one partition of a source.
 
     Attributes:
-        time: times of the samples, int64 [R]; of an early one the present.
-        early: samples whose times are outliers ahead of the present: bool [R].
-        newest: the present after each sample, int64 [R].
-        latest: the times of the last `WINDOW` samples, by arrival, int64: with the present the state for the next ones.
+        newest: the newest time seen that is no outlier, Unix seconds; None before the first sample.
+        latest: the times of the last `WINDOW` samples, by arrival, int64.
+    """
+
+    newest: int | None = None
+    latest: np.ndarray = np.zeros(0, np.int64)
+
+
+class Followed(NamedTuple):
+    """Times as samples arrive.
+
+    Attributes:
+        time: times of the samples, int64 [R]; of an early one the newest time before it.
+        early: samples whose times are outliers ahead of the others: bool [R].
+        present: the stream's present after each sample, int64 [R].
+        clock: of the partition after the last one.
     """
 
     time: np.ndarray
     early: np.ndarray
-    newest: np.ndarray
-    latest: np.ndarray
+    present: np.ndarray
+    clock: Clock
 
 
-def follow(times: np.ndarray, latest: np.ndarray, newest: int | None, lateness: int) -> Followed:
-    """Moves the present of a stream over arriving samples. The result does not depend on how polls divide the samples.
+def follow(
+    times: np.ndarray,
+    clock: Clock,
+    lateness: int,
+    *,
+    present: int | None = None,
+    behind: Sequence[Clock] = (),
+    others: Sequence[Clock] = (),
+) -> Followed:
+    """Moves the present of a stream over samples of a partition. The result does not depend on how polls divide them.
 
-    The present is the newest time seen that is no outlier: later than the median of the last `WINDOW` times by more
-    than `SPREADS` times their median absolute deviation, and by more than a slack. This withstands outliers as long as
-    they are fewer than half of these samples (F. R. Hampel, "The influence curve and its role in robust estimation",
-    1974). If the present itself becomes an outlier, because a wrong clock came first or was in the majority for a
-    while, it goes back.
+    The newest time of a partition is the newest one seen that is no outlier: later than the median of the last `WINDOW`
+    times by more than `SPREADS` times their median absolute deviation, and by more than a slack. This withstands
+    outliers as long as they are fewer than half of these samples (F. R. Hampel, "The influence curve and its role in
+    robust estimation", 1974). If the newest time itself becomes an outlier, because a wrong clock came first or was in
+    the majority for a while, it goes back.
+
+    The present of the stream waits for partitions that have more samples to read: it is the earliest of their newest
+    times, but does not go back unless it is ahead of all newest times (the low watermark of several inputs: T. Akidau
+    et al., "MillWheel", VLDB 2013).
 
     Args:
         times: of the samples, by arrival, Unix seconds, int64 [R].
-        latest: see `Followed`, after the samples before.
-        newest: the present then; None before the first sample.
+        clock: of their partition before.
         lateness: seconds; times that are ahead by less are no outliers.
+        present: the stream's before; None before the first sample.
+        behind: clocks of other partitions that have more samples to read.
+        others: clocks of all other partitions.
     """
-    start, slack = _NO_TIME if newest is None else newest, max(lateness, SLACK_SECONDS)
+    start, now, slack = _time(clock.newest), _time(present), max(lateness, SLACK_SECONDS)
+    least = min((_time(each.newest) for each in behind), default=-_NO_TIME)
+    most = max((_time(each.newest) for each in others), default=_NO_TIME)
     # Some arrays are read-only. The loop would be compiled for each kind while it trains, which takes seconds.
-    times, latest = (np.require(each, np.int64, ["C", "W"]) for each in (times, latest))
-    return Followed(*_follow(times, latest, start, slack), np.concatenate([latest, times])[-WINDOW:])
+    times, latest = (np.require(each, np.int64, ["C", "W"]) for each in (times, clock.latest))
+    time, early, presents, newest = _follow(times, latest, start, slack, now, least, most)
+    after = Clock(None if newest == _NO_TIME else int(newest), np.concatenate([latest, times])[-WINDOW:])
+    return Followed(time, early, presents, after)
+
+
+def _time(newest: int | None) -> int:
+    return _NO_TIME if newest is None else newest
 
 
 @numba.njit(nogil=True, cache=True)
 def _follow(
-    times: np.ndarray, latest: np.ndarray, newest: int, slack: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    times: np.ndarray, latest: np.ndarray, newest: int, slack: int, now: int, least: int, most: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     both = np.concatenate((latest, times))
     ordered = np.empty(WINDOW + 1, np.int64)
     ordered[: len(latest)] = np.sort(latest)
@@ -174,8 +209,9 @@ def _follow(
             if times[i] > end:
                 early[i], time[i] = True, newest
         newest = max(newest, time[i])
-        present[i] = newest
-    return time, early, present
+        now = min(max(now, min(newest, least)), max(newest, most))
+        present[i] = now
+    return time, early, present, newest
 
 
 @numba.njit(nogil=True, cache=True)

@@ -29,6 +29,7 @@ class Chunk:
         samples: JSON objects, one each, or a table of raw columns.
         lost: samples between the previous chunk and this one that the source deleted before they were read; -1 if the
             source cannot tell how many.
+        behind: other partitions that have more samples to read, for which the stream's present waits.
     """
 
     partition: str
@@ -36,6 +37,7 @@ class Chunk:
     end: SourcePosition
     samples: Sequence[bytes] | pa.Table
     lost: int = 0
+    behind: Sequence[str] = ()
 
     def __len__(self) -> int:
         return self.samples.num_rows if isinstance(self.samples, pa.Table) else len(self.samples)

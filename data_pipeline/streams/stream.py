@@ -1,11 +1,11 @@
 """Stream of samples: batches in time order from a source, identical again after a crash.
 
-Order. The watermark is the newest sample time seen, outliers excepted, minus `lateness_seconds`. A sample whose time is
-an outlier ahead of the others is early: it counts with the newest time (see `reorder.follow`). Samples up to the
-watermark are returned in order of time, then of arrival, so batches depend on the order of arrival alone, not on how
-polls divided it. There are two exceptions: if more than `most_waiting` samples wait, the oldest are returned before the
-watermark (counted as forced); if no sample arrives for `max_wait_seconds`, all waiting samples are returned (a flush),
-and the last batch is short.
+Order. The watermark is the newest sample time seen, outliers excepted, minus `lateness_seconds`; it waits for the
+partitions of a source that have more samples to read. A sample whose time is an outlier ahead of the others is early:
+it counts with the newest time (see `reorder.follow`). Samples up to the watermark are returned in order of time, then
+of arrival, so batches depend on the order of arrival alone, not on how polls divided it. There are two exceptions: if
+more than `most_waiting` samples wait, the oldest are returned before the watermark (counted as forced); if no sample
+arrives for `max_wait_seconds`, all waiting samples are returned (a flush), and the last batch is short.
 
 Malformed samples (not JSON, a value of the wrong type, no label, no time, a time too far in the future or not in
 `TIME_LIMITS`, JSON without any feature) are dropped and counted, and the first ones are logged. A key that JSON lacks
@@ -44,7 +44,7 @@ from cowrec.data_pipeline.encoding import count_bounded
 from cowrec.data_pipeline.hashing import string_hashes
 
 from .position import Entry, Journal, Position
-from .reorder import RecentIds, follow
+from .reorder import Clock, RecentIds, follow
 from .source import Chunk, PatientSource, SampleSource, StillBlocked
 
 if TYPE_CHECKING:
@@ -209,10 +209,10 @@ class SampleStream:
 
     def _before_watermark(self) -> int:
         """Number of waiting samples up to the watermark."""
-        newest = self.position.newest
-        if newest is None:
+        present = self.position.present
+        if present is None:
             return 0
-        return int(np.searchsorted(self.position.waiting.time, newest - self._lateness, side="right"))
+        return int(np.searchsorted(self.position.waiting.time, present - self._lateness, side="right"))
 
     def _take_batch(self, count: int) -> StreamBatch:
         state = self.position
@@ -256,7 +256,7 @@ class SampleStream:
                 f"the journal has {entry.samples} samples from {entry.start} to {entry.end}, the source only "
                 f"{len(chunk)}: the batches since the last snapshot cannot be repeated. Remove the journal to continue"
             )
-        return dataclasses.replace(chunk, lost=entry.lost)
+        return dataclasses.replace(chunk, lost=entry.lost, behind=entry.behind)
 
     def _next_event(self, deadline: float) -> tuple[Entry | None, Chunk | None]:
         if self._must_seek:
@@ -271,7 +271,7 @@ class SampleStream:
             if chunk is not None:
                 self._last_arrival = now
                 fields = (chunk.partition, chunk.start, chunk.end, len(chunk), chunk.lost, int(time.time()))
-                return Entry("chunk", *fields), chunk
+                return Entry("chunk", *fields, chunk.behind), chunk
             if self._source.ended:
                 return Entry("end"), None
             if may_flush and now >= self._last_arrival + self._max_wait:
@@ -290,20 +290,25 @@ class SampleStream:
         repeated = self._recent.seen(_id_hashes(encoded)) if self._recent else np.zeros(len(times), bool)
         if repeated.any():
             table, times = table.filter(pa.array(~repeated)), times[~repeated]
-        followed = follow(times, state.latest, state.newest, self._lateness)
+        clocks = {**state.clocks}
+        clock = clocks.pop(chunk.partition, Clock())
+        behind = [clocks.get(name, Clock()) for name in chunk.behind]
+        followed = follow(
+            times, clock, self._lateness, present=state.present, behind=behind, others=list(clocks.values())
+        )
         if followed.early.any():
             place = table.column_names.index(TIME_COLUMN)
             table = table.set_column(place, TIME_COLUMN, pa.array(followed.time))
         times = followed.time
-        late = times < followed.newest - self._lateness
+        late = times < followed.present - self._lateness
         if late.any() and self._late == "drop":
             table, times = table.filter(pa.array(~late)), times[~late]
         return dataclasses.replace(
             state,
             partitions={**state.partitions, chunk.partition: chunk.end},
             entry=state.entry + 1,
-            newest=int(followed.newest[-1]) if len(followed.newest) else state.newest,
-            latest=followed.latest,
+            present=max(map(int, followed.present[-1:]), default=state.present),
+            clocks={**state.clocks, chunk.partition: followed.clock},
             waiting=state.waiting.add(table.combine_chunks(), times),
             recent=self._recent.parts if self._recent else state.recent,
             counters=state.counted(

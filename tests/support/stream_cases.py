@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections import OrderedDict
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -63,10 +64,13 @@ def write_all(folder, samples, sizes):
 
 
 class RandomSource:
-    """Source over lists whose polls return a random number of samples, or none, so that chunks differ each time."""
+    """Source over lists whose polls return a random number of samples, or none, so that chunks differ each time.
 
-    def __init__(self, partitions, chance):
-        self.partitions, self._chance = partitions, chance
+    Partitions that have not ended are behind if ``has_backlog``.
+    """
+
+    def __init__(self, partitions, chance, *, has_backlog=False):
+        self.partitions, self._chance, self._has_backlog = partitions, chance, has_backlog
         self.ended, self.counters = False, {}
         self.seek({})
 
@@ -83,7 +87,8 @@ class RandomSource:
         start = self._positions[name]
         end = min(len(self.partitions[name]), start + self._chance.randint(1, 7))
         self._positions[name] = end
-        return self.read(name, start, end)
+        remaining.remove(name)
+        return replace(self.read(name, start, end), behind=remaining if self._has_backlog else ())
 
     def read(self, partition, start, end):
         return Chunk(partition, start, end, self.partitions[partition][start:end])

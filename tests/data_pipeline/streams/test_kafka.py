@@ -9,7 +9,7 @@ import pytest
 from cowrec.data_pipeline import SampleStream, open_source
 from cowrec.data_pipeline.streams import brokers
 from refusal import refused
-from stream_cases import contents, lines, make_codec, numbered, polled, returned
+from stream_cases import contents, lines, make_codec, numbered, polled, returned, sample
 
 pytest.importorskip("confluent_kafka")
 pytest.importorskip("noida_db")
@@ -50,6 +50,19 @@ def test_partitions_added_while_running_are_read_from_their_beginning(broker, mo
     source.seek({"0": 7, "2": 4})
     assert sorted(read(source, 2)) == [7, 104]
     source.close()
+
+
+def test_a_backlog_of_several_partitions_is_read_in_the_order_of_time(broker, codec):
+    """Of ordered partitions, of which one ends early; each takes several fetches."""
+    broker.create("backlog", 5)
+    given = [sample(number, number, id="i" * 200) for number in range(20_000)]
+    for partition in range(4):
+        broker.send_messages("backlog", lines(given[partition :: 5 if partition else 100]), partition=partition)
+    sent = sorted(number for partition in range(4) for number in range(partition, 20_000, 5 if partition else 100))
+    stream = SampleStream(open_source(f"kafka://{broker.address}/backlog"), codec, batch_size=100, max_wait_seconds=2)
+    assert returned(stream, len(sent)) == sent
+    assert (stream.counters["late"], stream.counters["forced"]) == (0, 0)
+    stream.close()
 
 
 def test_offsets_far_apart_are_read_again(broker):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cowrec.data_pipeline import Position, SampleCodec, SampleStream
 from cowrec.data_pipeline.streams import reorder
 from cowrec.data_pipeline.streams.directory import DirectorySource
-from cowrec.data_pipeline.streams.reorder import MIN_SAMPLES, SLACK_SECONDS, SPREADS, WINDOW, follow
+from cowrec.data_pipeline.streams.reorder import MIN_SAMPLES, SLACK_SECONDS, SPREADS, WINDOW, Clock, follow
 from refusal import refused
 from stream_cases import (
     RandomSource,
@@ -366,11 +366,12 @@ clocks = st.lists(st.integers(0, 50) | st.integers(0, 10**6) | st.sampled_from([
 @settings(max_examples=25, deadline=None)
 @given(clocks, st.sampled_from([0, 300]), st.lists(st.integers(0, 300), max_size=4))
 def test_the_present_is_that_of_a_plain_loop_in_any_chunks(times, lateness, cuts):
-    latest, newest, found = np.zeros(0, np.int64), None, []
+    clock, found = Clock(), []
     for part in np.split(np.array(times, np.int64), sorted(min(cut, len(times)) for cut in cuts)):
-        followed = follow(part, latest, newest, lateness)
-        found += zip(followed.time.tolist(), followed.early.tolist(), followed.newest.tolist(), strict=True)
-        latest, newest = followed.latest, int(followed.newest[-1]) if len(part) else newest
+        followed = follow(part, clock, lateness)
+        found += zip(followed.time.tolist(), followed.early.tolist(), followed.present.tolist(), strict=True)
+        clock = followed.clock
+        assert clock.newest == (found[-1][2] if found else None)
     assert found == plain(times, lateness)
 
 
@@ -381,13 +382,31 @@ def returned(codec, times, **options):
     return [pair for each in stream for pair in zip(numbers(each), each.block.time.tolist(), strict=True)], stream
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=300), st.integers(0, 99), st.sampled_from([0, 20]))
+def test_a_backlog_of_ordered_partitions_is_returned_in_order(codec, tmp_path_factory, owners, seed, lateness):
+    """Whichever partition is read first, and again from its journal; its times are hours apart."""
+    samples = [sample(number, START + number * HOUR) for number in range(len(owners))]
+    names = ["0", "1", "2", "3"]
+    partitions = {
+        name: lines(each for each, own in zip(samples, owners, strict=True) if own == int(name)) for name in names
+    }
+    journal = tmp_path_factory.mktemp("journal") / "journal"
+    for attempt in range(2):
+        source = RandomSource(partitions, random.Random(seed + attempt), has_backlog=True)
+        stream = SampleStream(source, codec, batch_size=5, lateness_seconds=lateness, journal=journal)
+        assert all_numbers(stream) == list(range(len(owners)))
+        assert (stream.counters["late"], stream.counters["forced"]) == (0, 0)
+        stream.close()
+
+
 def test_arrays_of_any_kind_use_the_same_compiled_loop():
     """Compiling another one would stop a trainer for seconds."""
     times = np.arange(20)
     read_only = times.copy()
     read_only.flags.writeable = False
     for given_times, latest in ((times, times[:0]), (read_only, times[::2]), (read_only[::2], read_only)):
-        follow(given_times, latest, None, 0)
+        follow(given_times, Clock(None, latest), 0)
     assert len(reorder._follow.signatures) == 1
 
 
@@ -413,6 +432,8 @@ def test_a_present_in_the_future_goes_back(codec, tmp_path, wrong):
     _, before = returned(codec, ahead)
     before.position.save(tmp_path)
     loaded = Position.load(tmp_path)
-    assert (loaded.newest, loaded.latest.tolist()) == (before.position.newest, before.position.latest.tolist())
+    assert loaded.present == before.position.present
+    ((name, clock),) = loaded.clocks.items()
+    assert (clock.newest, clock.latest.tolist()) == (loaded.present, before.position.clocks[name].latest.tolist())
     later, _ = returned(codec, ahead + right, position=loaded)
     assert {number for number, _ in later} == set(range(wrong, wrong + 1000)) - lost
