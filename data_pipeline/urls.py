@@ -43,6 +43,13 @@ def split_url(url: str) -> SplitResult:
     return parts
 
 
+def is_refusal(error: BaseException | None) -> bool:
+    """True for redis-py's error of a server that refuses the user or the password, which is a ConnectionError too."""
+    from redis.exceptions import AuthenticationError, AuthorizationError
+
+    return isinstance(error, AuthenticationError | AuthorizationError)
+
+
 def open_redis(url: str, **options: Any) -> Any:
     """Creates the client of a Redis server, `redis.Redis` with redis-py's options; it connects when it is used.
 

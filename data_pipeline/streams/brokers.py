@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from cowrec.data_pipeline.urls import open_redis
+from cowrec.data_pipeline.urls import is_refusal, open_redis
 
 from .source import Chunk, SourcePosition, count_within
 
@@ -151,10 +151,10 @@ class RedisSource:
 
     def _require_passing(self, error: Exception) -> None:
         """Raises ValueError for an answer that is not of a server that has failed, is busy or loses its master."""
-        passing = isinstance(error, self._redis.ConnectionError | self._redis.TimeoutError)
+        passing = isinstance(error, self._redis.ConnectionError | self._redis.TimeoutError) and not is_refusal(error)
         answer = str(error).rpartition(" caused error: ")[2]  # what redis-py puts before that of a pipeline's command
         if not (passing or answer.startswith(_PASSING)):
-            message = f"Redis does not give the stream {self._stream!r}: {error}; correct the address"
+            message = f"Redis does not give the stream {self._stream!r}: {error}; correct the address, or its password"
             raise ValueError(message) from error
 
     def _retry(self, error: Exception, deadline: float) -> bool:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from cowrec.data_pipeline.files import replacing
 from cowrec.data_pipeline.grouped_file import ArrowFile, group_sizes, parquet_file
+from cowrec.data_pipeline.raw.values import plain_array
 
 from .source import CHUNK_BYTES, Chunk, SourcePosition
 
@@ -179,13 +180,21 @@ class _GroupedFile:
         self._group, self._table = -1, pa.table({})
 
     def rows(self, first: int, limit: int) -> pa.Table:
-        """Returns up to `limit` rows from `first`, all of one group; none at the end of the file."""
+        """Returns up to `limit` rows from `first`, all of one group; none at the end of the file.
+
+        Dictionaries are decoded: the size of a part of such a column is that of its whole dictionary.
+        """
         start = 0
         for group, size in enumerate(self._sizes):
             if first < start + size:
                 if group != self._group:
                     self._group, self._table = group, self._file.read_row_group(group)
-                return self._table.slice(first - start, limit)
+                rows = self._table.slice(first - start, limit)
+                for index, column in enumerate(rows.columns):
+                    if pa.types.is_dictionary(column.type):
+                        plain = pa.chunked_array([plain_array(each) for each in column.chunks])
+                        rows = rows.set_column(index, rows.column_names[index], plain)
+                return rows
             start += size
         return pa.table({})
 

@@ -24,7 +24,7 @@ def open_source(address: str, *, damaged: Literal["stop", "skip"] = "stop") -> S
         OSError: the source does not exist or does not answer.
     """
     parts, shown = split_url(address), without_credentials(address)
-    options = dict(parse_qsl(parts.query))
+    options = dict(parse_qsl(parts.query.replace("+", "%2B")))  # which is a space in forms of web pages only
     if parts.scheme in ("redis", "rediss"):
         stream = options.pop("stream", "")
         if not stream:

@@ -98,6 +98,7 @@ class SampleStream:
 
     Args:
         batch_size: samples per batch.
+        fewest: samples of the shortest batch: fewer wait for others, also at the end, until the stream is resumed.
         lateness_seconds: how much older than the newest time seen a sample may be when it arrives.
         late: "drop" late samples, or "train" on them with the next batch.
         duplicates_window: number of distinct sample ids to remember; 0: none.
@@ -121,6 +122,7 @@ class SampleStream:
         codec: SampleCodec,
         *,
         batch_size: int,
+        fewest: int = 1,
         lateness_seconds: int = 0,
         late: Literal["drop", "train"] = "drop",
         duplicates_window: int = 1 << 18,
@@ -130,17 +132,20 @@ class SampleStream:
         journal: Path | None = None,
         position: Position | None = None,
     ) -> None:
-        if batch_size < 1 or most_waiting < batch_size:
+        if fewest < 1 or batch_size < 2 * fewest - 1:
             raise ValueError(
-                f"batch_size must be at least 1 and most_waiting at least that, got {batch_size} and {most_waiting}"
+                f"batch_size must be at least {max(1, 2 * fewest - 1)}, for batches of {fewest} samples and more (2 for"
+                f" a network with batch normalisation), got {batch_size}"
             )
+        if most_waiting < batch_size:
+            raise ValueError(f"most_waiting must be at least batch_size, got {most_waiting} and {batch_size}")
         if min(lateness_seconds, duplicates_window, max_wait_seconds, ahead_seconds) < 0:
             raise ValueError("lateness_seconds, duplicates_window, max_wait_seconds, ahead_seconds must be at least 0")
         if late not in ("drop", "train"):
             raise ValueError(f"late must be drop or train, got {late!r}")
         self._source, self._codec, self._ahead = PatientSource(source), codec, ahead_seconds
         self._logged, self._since, self._absent = 0, time.monotonic(), set[str]()
-        self._batch_size, self._lateness, self._late = batch_size, lateness_seconds, late
+        self._batch_size, self._fewest, self._lateness, self._late = batch_size, fewest, lateness_seconds, late
         self._max_wait, self._max_waiting = max_wait_seconds, most_waiting
         self.position = position or Position()
         if self.ended:  # the source may have new samples since
@@ -154,8 +159,8 @@ class SampleStream:
 
     @property
     def ended(self) -> bool:
-        """True once the source ended and all its samples were returned."""
-        return self.position.ended and not len(self.position.waiting)
+        """True once the source ended and all its samples were returned, but for fewer than the shortest batch has."""
+        return self.position.ended and len(self.position.waiting) < self._fewest
 
     @property
     def counters(self) -> dict[str, int]:
@@ -201,8 +206,9 @@ class SampleStream:
     def _ready(self) -> int:
         """Size of the next batch if it needs no more samples, else 0."""
         state = self.position
-        if state.due:
-            return min(self._batch_size, state.due)
+        if state.due >= self._fewest:
+            rest = state.due - self._batch_size
+            return state.due if rest <= 0 else self._batch_size - max(0, self._fewest - rest)
         if len(state.waiting) > self._max_waiting or self._before_watermark() >= self._batch_size:
             return self._batch_size
         return 0
@@ -264,7 +270,7 @@ class SampleStream:
             self._must_seek, self._last_arrival = False, time.monotonic()
         while True:
             now = time.monotonic()
-            may_flush = self._max_wait > 0 and len(self.position.waiting) > 0
+            may_flush = self._max_wait > 0 and len(self.position.waiting) >= self._fewest
             until = min(deadline, self._last_arrival + self._max_wait) if may_flush else deadline
             chunk = self._source.poll(CHUNK_SAMPLES, min(max(0.0, until - now), POLL_SECONDS))
             now = time.monotonic()

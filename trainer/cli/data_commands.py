@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -199,8 +200,8 @@ def synthesize(
             scale = SynthesizeConfig.vocabulary_scale if vocabulary_scale is None else vocabulary_scale
             planted = SynthesizeConfig(rows=rows, test_rows=test_rows, seed=seed, vocabulary_scale=scale)
             made = run(output, planted, progress=bar.update)
-    best = made.best or {}
-    print(f"{output}: {rows:,} train samples, {test_rows:,} test samples, best possible AUC {best['auc']:.4f}")
+    best = f"{made.best['auc']:.4f}" if made.best else "unknown, as test samples are of one class"
+    print(f"{output}: {rows:,} train samples, {test_rows:,} test samples, best possible AUC {best}")
 
 
 @app.command()
@@ -225,7 +226,12 @@ def stream(
     from cowrec.data_pipeline.files import locked_folder
     from cowrec.data_pipeline.streams.directory import DirectorySink, send
     from cowrec.data_pipeline.synthetic.drifting import drift_config, drifting_tables
+    from cowrec.trainer.config.checks import require
 
+    require("--days", days, 0 <= days < inf, "at least 0 and finite")
+    require("--skip-days", skip_days, skip_days is None or 0 <= skip_days < inf, "at least 0 and finite")
+    require("--rate", rate, 0 <= rate < inf, "at least 0 and finite")
+    require("--chunk", chunk, chunk >= 1, "at least 1")
     config = drift_config(data)
     first = config.rows if skip_days is None else round(skip_days * config.rows / config.days)
     with locked_folder(to):  # another command would give its files the same names

@@ -40,6 +40,7 @@ from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runs.run_dir import CONFIG, JOURNAL, REPORT, write_json
 from cowrec.trainer.runtime.processes import Peers, Process, from_first, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
+from cowrec.trainer.sharded_model.build import has_batch_norm
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.training.dataloading import even_slice
 from cowrec.trainer.training.loop import Trainer, require_run_dir
@@ -271,6 +272,7 @@ class _OnlineRun:
             self.source,
             self.codec,
             batch_size=self.config.train.batch_size,
+            fewest=2 if has_batch_norm(self.state.model) else 1,
             lateness_seconds=seconds(online.lateness, "online.lateness"),
             late=online.late,
             duplicates_window=online.duplicates_window,

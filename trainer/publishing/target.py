@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlencode, urlunsplit
 
 from cowrec.data_pipeline.files import locked_folder, replace_file
 from cowrec.data_pipeline.remote import RemoteFolder, is_remote, local_path
-from cowrec.data_pipeline.urls import open_redis, split_url
+from cowrec.data_pipeline.urls import is_refusal, open_redis, split_url
 
 from .blob import Kind
 
@@ -238,7 +238,10 @@ class RedisTarget:
         return holder is not None
 
     def _wait_for_lease(self) -> None:
-        """Takes the lease. Raises ValueError if another publisher renews it; without Redis, it is taken later."""
+        """Takes the lease. Raises ValueError if another publisher renews it, or Redis refuses the password.
+
+        Without Redis, it is taken later.
+        """
         deadline = time.monotonic() + LEASE * 1.5
         while True:
             try:
@@ -246,7 +249,9 @@ class RedisTarget:
             except LeaseHeld as error:
                 if time.monotonic() > deadline:
                     raise ValueError(f"Redis: {error}") from None
-            except OSError:
+            except OSError as error:
+                if is_refusal(error.__cause__):
+                    raise ValueError(f"{error}; correct the user and the password of the address") from None
                 return
             time.sleep(LEASE / 30)
 

@@ -92,6 +92,11 @@ def unsharded_task(plan: RunPlan) -> TrainTask:
     return train_task(model, plan, loss)
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """True if a network has batch normalisation, which cannot train on a single sample."""
+    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules())
+
+
 def _require_no_batch_norm(model: nn.Module, name: str) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):

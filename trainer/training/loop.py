@@ -51,6 +51,7 @@ from cowrec.trainer.runs.trackers import TRACKERS, TrackedRun, Tracking, flatten
 from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from cowrec.trainer.runtime.processes import Process, on_first, process_group
 from cowrec.trainer.runtime.stopping import Heartbeat, LossWatch, StopRequest, ignoring_sigterm, stop_requests
+from cowrec.trainer.sharded_model.build import has_batch_norm
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.sharding import SHARDING, describe_sharding, sharding_line
 
@@ -356,7 +357,7 @@ class _EpochRun:
 def _require_normalised(model: nn.Module, plan: RunPlan) -> None:
     """Raises ValueError for a network with batch normalisation and a batch, or a part of one, of a single sample."""
     train, rows = plan.config.train, plan.train_rows
-    if not any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()):
+    if not has_batch_norm(model):
         return
     sizes = [*plan.ramp.sizes]  # of the first epoch, which begins with them; then of the others
     for left in (rows - plan.ramp.samples, rows)[: 1 + (train.epochs > 1)]:

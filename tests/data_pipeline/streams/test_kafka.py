@@ -157,6 +157,13 @@ def test_positions_beyond_the_topic_are_an_error(broker):
     source.close()
 
 
+def test_a_plus_in_a_password_is_no_space(monkeypatch):
+    given = {}
+    monkeypatch.setattr("cowrec.data_pipeline.streams.open.KafkaSource", lambda *_: given.update(_[2]))
+    open_source("kafka://127.0.0.1:1/t?sasl.username=me&sasl.password=a+b%2Fc%20d=")
+    assert given == {"sasl.username": "me", "sasl.password": "a+b/c d="}
+
+
 SECRET = "security.protocol=SASL_PLAINTEXT&sasl.mechanisms=PLAIN&sasl.username=me&sasl.password=hush-hush"
 
 

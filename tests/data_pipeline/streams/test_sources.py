@@ -1,12 +1,15 @@
 """Sources: a folder filled meanwhile, a real Redis that is killed; what is sent to a folder."""
 
 import os
+import re
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from commands.command_line import exit_code
@@ -14,6 +17,7 @@ from cowrec.data_pipeline import Position, SampleStream, open_source
 from cowrec.data_pipeline.files import locked
 from cowrec.data_pipeline.streams.directory import END, DirectorySink, send
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables, synthesize_drifting
+from cowrec.trainer.publishing.target import open_target
 from refusal import refused
 from run_comparison import wait_for
 from servers.redis_server import redis_server
@@ -60,6 +64,27 @@ def test_a_folder_with_a_space_in_its_address(tmp_path, codec):
     write_file(tmp_path / "my folder", "a.parquet", [sample(1, 1)])
     stream = SampleStream(open_source(f"file://{tmp_path}/my%20folder"), codec, batch_size=1)
     assert numbers(next(iter(stream))) == [1]
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_columns_with_large_dictionaries_are_read_in_chunks(tmp_path, kind):
+    """Of which each row refers to all: 40 MB here. The rows are read again too."""
+    ids = pa.array([f"{number:040d}" for number in range(1_000_000)])
+    order = np.random.default_rng(0).integers(0, len(ids), 5000)
+    column = pa.DictionaryArray.from_arrays(pa.array(order, pa.int32()), ids)
+    table = pa.table({"number": order, "id": column})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet")
+    else:
+        with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    source = open_source(str(tmp_path))
+    chunks = polled(source, 5000)
+    assert [len(chunk) for chunk in chunks] == [1000] * 5
+    for chunk in chunks:
+        assert source.read("", chunk.start, chunk.end).samples.equals(chunk.samples)
+    found = pa.concat_tables([chunk.samples for chunk in chunks])
+    assert found["id"].to_pylist() == ids.take(pa.array(order)).to_pylist()
 
 
 def test_a_late_file_is_counted_and_not_read(tmp_path, caplog):
@@ -238,6 +263,19 @@ def test_what_redis_refuses_is_said_and_a_busy_one_is_asked_again(server):
         assert contents(polled(source, 3)) == [0, 1, 2]
 
 
+def test_a_redis_that_refuses_the_password_is_an_error(tmp_path):
+    """To readers and to publishers; another attempt would not change it."""
+    with redis_server(tmp_path, password="right") as server:
+        for given in ("redis://:wrong@", "redis://"):
+            address = f"{given}127.0.0.1:{server.port}/0"
+            source = open_source(f"{address}?stream=clicks")
+            refused(
+                "Redis does not give the stream 'clicks': .*; correct the address, or its password", source.poll, 10, 9
+            )
+            refused("Redis: AuthenticationError: .*; correct the user", open_target, address, publishing=True)
+        assert redis_source(server).poll(10, 0) is None
+
+
 def test_a_redis_stream_that_lost_its_end_is_reported(tmp_path, caplog):
     """Reads only new ids after a kill of a Redis without persistence."""
     with redis_server(tmp_path / "redis") as server:
@@ -299,6 +337,9 @@ def test_the_command_continues_after_the_training_rows(tmp_path, monkeypatch, ca
     assert source.poll(1000, 600).samples.equals(expected)
     assert source.poll(1000, 1) is None
     assert source.ended
+    for wrong in ("--days=nan", "--days=-1", "--skip-days=-3", "--rate=-5", "--chunk=0"):
+        assert exit_code(monkeypatch, *command, wrong) == 2
+        assert re.search(f"{wrong.partition('=')[0]} must be at least [01]", capsys.readouterr().err)
     with locked(tmp_path / "samples"):  # as a second command would
         assert exit_code(monkeypatch, *command) == 2
     assert f"another process is at work in {tmp_path}/samples" in capsys.readouterr().err

@@ -330,7 +330,7 @@ def test_a_damaged_position_and_bad_settings_are_refused(tmp_path, codec):
     refused(r"position in .* cannot be read", Position.load, tmp_path)
     for change, message in (
         ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"most_waiting": 3}, "most_waiting at least that, got 4 and 3"),
+        ({"most_waiting": 3}, "most_waiting must be at least batch_size, got 3 and 4"),
         ({"lateness_seconds": -1}, "must be at least 0"),
         ({"late": "keep"}, "late must be drop or train, got 'keep'"),
     ):
@@ -398,6 +398,26 @@ def test_a_backlog_of_ordered_partitions_is_returned_in_order(codec, tmp_path_fa
         assert all_numbers(stream) == list(range(len(owners)))
         assert (stream.counters["late"], stream.counters["forced"]) == (0, 0)
         stream.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 40), st.integers(3, 7), st.booleans(), st.integers(0, 99))
+def test_no_batch_is_of_a_single_sample_where_two_are_the_fewest(codec, tmp_path_factory, count, size, flushes, seed):
+    """One that is left at the end waits for those that come after a resume."""
+    options = {"batch_size": size, "fewest": 2, "max_wait_seconds": 1e-9 if flushes else 0}
+    source, folder = RandomSource({"p": lines(numbered(count))}, random.Random(seed)), tmp_path_factory.mktemp("saved")
+    stream = SampleStream(source, codec, **options)
+    batches = list(map(numbers, stream))
+    left = count - sum(map(len, batches))
+    assert left in (0, 1)
+    assert stream.ended
+    stream.position.save(folder)
+    source.partitions["p"] += lines(numbered(count, count + 2))
+    batches += map(numbers, SampleStream(source, codec, position=Position.load(folder), **options))
+    found = [number for batch in batches for number in batch]
+    assert found == list(range(len(found)))
+    assert count + 2 - len(found) in (0, 1)
+    assert all(2 <= len(each) <= size for each in batches)
 
 
 def test_arrays_of_any_kind_use_the_same_compiled_loop():

@@ -120,6 +120,8 @@ def test_every_count_may_have_a_unit(cowrec: Cowrec, tmp_path: Path) -> None:
     code, printed, _ = cowrec("synthesize", "--histories", "-o", tmp_path / "h", "--rows", "2K", "--test-rows", "1K")
     assert code == 0
     assert "best possible AUC 0." in printed
+    code, printed, _ = cowrec("synthesize", "-o", tmp_path / "one", "--rows", "9", "--test-rows", "1")
+    assert (code, printed.endswith("best possible AUC unknown, as test samples are of one class\n")) == (0, True)
     code, _, error = cowrec("synthesize", "-o", tmp_path / "data", "--rows", "2Q")
     assert code == 2
     assert "Invalid value for '--rows': a count must be a whole number such as" in error

@@ -401,6 +401,14 @@ def test_the_model_is_as_if_the_batches_had_not_come(
     assert all(np.isfinite(line["loss"]) for line in logged["train"])
 
 
+def test_batch_normalisation_never_meets_a_single_sample(spoiled_run: Any, spoiled_case: Path, tmp_path: Path) -> None:
+    """Of 65 samples at the end, in batches of 64."""
+    rows = pq.read_table(sorted((spoiled_case / "clean").glob("*.parquet"))[0]).slice(0, BATCH + 1)
+    write_stream(spoiled_case / "uneven", [rows])
+    report = spoiled_run("uneven", "uneven", *HASHED)
+    assert (report["steps"], report["samples"]) == (2, BATCH + 1)
+
+
 def test_a_resumed_run_sets_the_same_batches_aside(spoiled_run: Any, tmp_path: Path) -> None:
     given = ["online.snapshot_seconds=0", "checkpoint.keep_last=1000"]
     spoiled_run("poisoned", "whole", *given)
