@@ -55,7 +55,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "schema_inference": "dataset raw",
         "json_lines": "raw",
         "codec": "hashing json_lines dataset raw encoding",
-        "streams": "files urls remote hashing grouped_file dataset codec encoding",
+        "streams": "files urls remote hashing grouped_file dataset codec encoding raw",
         "synthetic": "splitmix hashing parallel dataset raw encoding",
     },
     "models": {

@@ -278,6 +278,8 @@ class KafkaSource:
     def _partitions_now(self, timeout: float) -> list[int]:
         """Numbers of the topic's partitions; none if there is no such topic."""
         found = self._consumer.list_topics(self._topic, timeout=timeout).topics[self._topic]
+        if found.error is not None and found.error.code() == self._kafka.KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            raise ValueError(f"Kafka does not give topic {self._topic!r}: {found.error.str()}; grant its user access")
         return [] if found.error is not None else sorted(found.partitions)
 
     def _add_partitions(self) -> None:

@@ -31,6 +31,7 @@ from cowrec.data_pipeline import (
 )
 from cowrec.data_pipeline.codec import ID_COLUMN, sample_block
 from cowrec.data_pipeline.files import replacing
+from cowrec.data_pipeline.streams.position import POSITION_FILE
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.run import RunConfig, checked_config, load_config, with_defaults, with_values
@@ -223,6 +224,11 @@ class _OnlineRun:
         found: list[Position] = []
 
         def load() -> None:
+            if not (path / POSITION_FILE).exists():
+                raise ValueError(
+                    f"{path} has no position in a stream: it is of a run of cowrec train; give online a new --run-dir,"
+                    f" and begin from these weights by --set train.warm_start={self.run_dir}"
+                )
             found.append(Position.load(path))
             self.measured.quality.load(path)
             # Entries of damaged checkpoints, which were skipped, are kept too.

@@ -155,6 +155,13 @@ def test_a_run_is_resumed_with_data_that_decode_alike(case: Path, tmp_path: Path
     refused(message, online, config, data, str(case / "short"), tmp_path / "run", resume=True)
 
 
+def test_a_run_over_a_data_set_is_no_run_over_a_stream(case: Path, tmp_path: Path) -> None:
+    config = load_config(case / "run.toml")
+    train(config, case / "data", tmp_path / "run")
+    message = "it is of a run of cowrec train; give online a new --run-dir, and .* --set train.warm_start=.*/run"
+    refused(message, online, config, case / "data", str(case / "short"), tmp_path / "run", resume=True)
+
+
 def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: Path) -> None:
     """Also with other settings of the operation, and with readers, which lose ids that the run had before.
 
