@@ -36,6 +36,7 @@ import torch
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.counts import parse_count
+from cowrec.data_pipeline.dataset.schema import SparseField
 from cowrec.data_pipeline.synthetic.criteo_frequencies import NUM_DENSE
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.trainer.bench.measurement import Case, cases, measure, run_ids
@@ -128,6 +129,10 @@ def main() -> None:
         settings = Bench(modes=("replay",), batch_sizes=sizes, **flags)
         if arguments.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, got {arguments.rounds}")
+        if not arguments.output.absolute().parent.is_dir():
+            raise ValueError(f"the folder of --output {arguments.output} does not exist; create it")
+        if arguments.din:
+            _history_of(Schema.load(arguments.din))
     except ValueError as error:
         parser.error(str(error))
     if arguments.din:
@@ -171,7 +176,7 @@ def bench_peers(names: list[str], settings: Bench, rounds: int, venvs: Path, out
 
 def bench_din(data: Path, seeds: int, venvs: Path, output: Path) -> None:
     """Trains DIN here and of FuxiCTR's layers in turns, and writes a JSON line for each run."""
-    history = next(each for each in Schema.load(data).sparse if each.kind == "sequence" and each.shares)
+    history = _history_of(Schema.load(data))
     pythons, unusable = _pythons(["fuxictr"], venvs)
     if unusable:
         raise ProcessFailed(unusable["fuxictr"])
@@ -203,6 +208,16 @@ def bench_din(data: Path, seeds: int, venvs: Path, output: Path) -> None:
             file.write(to_json(line) + "\n")
             aucs = " ".join(f"{100 * auc:.2f}" for auc in line["auc"])
             print(f"{name}, {line['settings']}, seed {seed}: AUC {aucs}, {line[_SPEED]:,.0f} samples/s", flush=True)
+
+
+def _history_of(schema: Schema) -> SparseField:
+    """The history that DIN attends to. Raises ValueError for a data set that is not measured after each epoch."""
+    history = next((each for each in schema.sparse if each.kind == "sequence" and each.shares), None)
+    if history is None:
+        raise ValueError("the data set has no sequence that shares the table of a field; DIN needs one")
+    if "validation" in schema.splits and schema.split("validation").rows:
+        raise ValueError("the data set has a validation split, so that test AUC is measured once; prepare it without")
+    return history
 
 
 def table(lines: list[dict[str, Any]]) -> str:

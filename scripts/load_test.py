@@ -56,6 +56,7 @@ from cowrec.trainer.publishing.blob import Change, TableChange
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.runs.provenance import environment
+from cowrec.trainer.runs.run_dir import to_json
 
 CONFIG = DriftConfig(rows=4_000_000, days=60.0)
 MODEL = ModelConfig(name="deepfm", embedding_dim=10, hidden=(400, 400, 400))
@@ -123,7 +124,7 @@ def main() -> None:
                 wait_until(PORT, lambda health: health["status"] == "ok" and health["version"] > 1)
                 for line in steps(config, samples, rates, arguments.seconds):
                     print(summary(line), flush=True)
-                    file.write(json.dumps({**line, **about}) + "\n")
+                    file.write(to_json({**line, **about}) + "\n")
 
 
 def steps(config: DriftConfig, samples: int, rates: list[float], seconds: float) -> Iterator[Line]:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -114,12 +114,7 @@ class Demo:
         for table in drifting_tables(DRIFT, 0, rows, CHUNK):
             day = int(table["time"][0].as_py() - DRIFT.start) // DAY
             if day > today:
-                found[today] = {**self.quality(today), "best": best[today]}
-                print(
-                    f"day {today}:  " + "  ".join(f"{key} {each:.4f}" for key, each in found[today].items()),
-                    flush=True,
-                )
-                plot(found, self.folder / "online_demo.png")
+                self.tell(found, today, best)
                 self.lagging["daily"].catch_up()
                 if day <= FIRST_DAYS:
                     self.lagging["never"].catch_up()
@@ -128,7 +123,14 @@ class Demo:
             sink.write(table)
             shown += len(table)
             time.sleep(max(0.0, began + shown / rate - time.monotonic()))
+        self.tell(found, today, best)
         return found
+
+    def tell(self, found: dict[int, dict[str, float]], day: int, best: Sequence[float]) -> None:
+        """Measures the predictions of a day that has ended, and plots all days."""
+        found[day] = {**self.quality(day), "best": best[day]}
+        print(f"day {day}:  " + "  ".join(f"{key} {each:.4f}" for key, each in found[day].items()), flush=True)
+        plot(found, self.folder / "online_demo.png")
 
     def predict_all(self, day: int, table: pa.Table) -> None:
         """Records the predictions of all three models before any sees the labels."""

@@ -38,6 +38,17 @@ def test_alerts_use_metrics_that_exist() -> None:
         assert set(kinds.split("|")) <= set(STREAM_COUNTERS)
 
 
+def test_alerts_compare_series_that_have_the_same_labels() -> None:
+    """Otherwise Prometheus finds no pair, and no alert ever fires: only the counts of samples have a kind."""
+    rules = (" ".join(each.split()) for each in (DEPLOY / "alerts.yaml").read_text().split("expr: ")[1:])
+    expressions = (each.removeprefix(">- ").partition(" for: ")[0].partition(" labels: ")[0] for each in rules)
+    pairs = [each.split(" and ") for each in expressions if " and " in each]
+    assert len(pairs) >= 2
+    for one, other in pairs:
+        differ = ("{kind=" in one) != ("{kind=" in other)
+        assert other.startswith("ignoring(kind) ") == differ, (one, other)
+
+
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool, of Prometheus")
 def test_prometheus_accepts_the_alert_rules() -> None:
     command = ["promtool", "check", "rules", str(DEPLOY / "alerts.yaml")]
@@ -52,7 +63,7 @@ def proxied(tmp_path: Path) -> Iterator[tuple[Serving, int, ssl.SSLContext]]:
     create = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     alternative = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*create, *alternative], check=True, capture_output=True)
-    tokens.write_text('"Bearer secret" 1;\n')
+    tokens.write_text('"~^Bearer secret$" 1;\n')
     with serving(served_folder() / "export") as server:
         port = free_port()
         text = (DEPLOY / "nginx.conf").read_text()
@@ -103,7 +114,7 @@ def test_nginx_protects_a_server(proxied: tuple[Serving, int, ssl.SSLContext]) -
 
     status, answer = ask("/predict")
     assert (status, json.loads(answer)) == server.predict(GOOD)
-    assert ask("/predict", "guess")[0] == 401
+    assert [ask("/predict", token)[0] for token in ("guess", "Secret", "secrets")] == [401] * 3
     assert [ask(path)[0] for path in ("/metrics", "/health", "/predict/")] == [404, 404, 404]
     assert ask("/predict", sent=b"{")[0] == 400
     assert ask("/predict", sent=b" " * (2 << 20))[0] == 413

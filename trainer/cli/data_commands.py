@@ -269,7 +269,8 @@ def _summary(schema: Any) -> str:
     known = {name: split for name, split in schema.splits.items() if split.rows and split.labelled}
     for task, label in enumerate(schema.labels if known else ()):
         shares = (f"{100 * split.positives[task] / split.rows:.3g} % of {name}" for name, split in known.items())
-        sizes += f"; {label} positive in {', '.join(shares)}"
+        # Of one label all are known.
+        sizes += f"; {label} {'positive' if len(schema.labels) == 1 else 'is 1'} in {', '.join(shares)}"
     bad = sum(schema.bad_rows.values())
     skipped = f"; {bad:,} bad rows left out ({counts_text(schema.bad_rows)})" if bad else ""
     num_ids = sum(field.num_embeddings for field in schema.sparse)

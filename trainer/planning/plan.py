@@ -29,7 +29,7 @@ from cowrec.trainer.config.sections import ShardingKind
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import dense_parameters, fused_params, unsharded_task
 from cowrec.trainer.sharded_model.run_plan import RunPlan
-from cowrec.trainer.sharded_model.sharding import sharding_plan
+from cowrec.trainer.sharded_model.sharding import TablesDoNotFit, sharding_plan
 
 _RESERVED = 2e9
 """Bytes of a GPU that CUDA, NCCL and the allocator's gaps take."""
@@ -107,7 +107,12 @@ def plan_run(config: RunConfig, data_dir: Path, cluster: Cluster) -> Plan:
     batch = next(Reader(data_dir, "train", batch_size=size).epoch(0), None)
     if batch is None:
         raise ValueError(f"the train split of {data_dir} has no samples to plan with; prepare it with another split")
-    plan = plan_batch(config, schema, batch, cluster)
+    try:
+        plan = plan_batch(config, schema, batch, cluster)
+    except TablesDoNotFit as error:
+        plan = plan_batch(with_values(config, sharding={"plan": "table_wise"}), schema, batch, cluster)
+        said = str(error).partition(";")[0]
+        plan = dataclasses.replace(plan, misfits=[f'{said}; shown is "table_wise"', *plan.misfits])
     return dataclasses.replace(plan, remedies=_remedies(config, schema, batch, cluster)) if plan.misfits else plan
 
 

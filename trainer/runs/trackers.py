@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -66,7 +67,7 @@ class _Mlflow:
         # Of this thread: one is active where an earlier call failed after starting it.
         name = None if known_id or "MLFLOW_RUN_ID" in os.environ else run.folder.name
         active = self._mlflow.active_run() or self._mlflow.start_run(known_id, run_name=name)
-        config = {key: str(value) for key, value in run.config.items()}
+        config = {_mlflow_name(key): str(value) for key, value in run.config.items()}
         earlier = active.data.params
         # MLflow's parameters cannot change; what a resumed run changes becomes a tag.
         changed = {key: value for key, value in config.items() if earlier.get(key, value) != value}
@@ -75,12 +76,20 @@ class _Mlflow:
         return str(active.info.run_id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        # Names of fields may have characters that MLflow does not take.
-        named = {re.sub(r"[^\w\-. :/]", "_", key, flags=re.ASCII): value for key, value in values.items()}
-        self._mlflow.log_metrics(named, step)
+        self._mlflow.log_metrics({_mlflow_name(key): value for key, value in values.items()}, step)
 
     def end(self, status: str) -> None:
         self._mlflow.end_run(status)
+
+
+def _mlflow_name(key: str) -> str:
+    """A key that MLflow takes; what it does not take, as in names of fields, becomes "_" and a checksum."""
+
+    def part(text: str) -> str:
+        taken = "" if text in (".", "..") else re.sub(r"[^\w\-. :]", "_", text)
+        return text if text and taken == text else f"{taken}_{zlib.crc32(text.encode()):08x}"
+
+    return "/".join(map(part, key.split("/")))
 
 
 class _Wandb:

@@ -37,6 +37,10 @@ _FOUR_COLUMNS = 4
 """Shards of a table's columns have a multiple of this width in FBGEMM."""
 
 
+class TablesDoNotFit(ValueError):
+    """The error of a plan for which the devices have too little memory."""
+
+
 def sharding_plan(
     model: nn.Module,
     kinds: Mapping[str, str],
@@ -249,9 +253,10 @@ def _planned(
             return planner.collective_plan(model, [sharder], dist.group.WORLD)
         return planner.plan(model, [sharder])
     except PlannerError as error:
-        raise ValueError(
-            f"TorchRec's planner cannot fit the tables on {process.world_size} processes"
-            f" ({str(error).strip().partition(chr(10))[0]}); train on more, or set the kinds in [sharding]"
+        reason = str(error).strip().partition("\n")[0].rstrip(" .")
+        raise TablesDoNotFit(
+            f"TorchRec's planner cannot fit the tables on {process.world_size} processes ({reason}); train on more, set"
+            ' the kinds in [sharding], or sharding.memory = "uvm"'
         ) from error
 
 

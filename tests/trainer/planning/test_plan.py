@@ -184,6 +184,16 @@ def test_plan_names_what_does_not_fit_and_what_does(cowrec: Cowrec, folder: Path
         assert (code, f"{flag} must be above 0 and finite, got {size}" in said) == (2, True), said
 
 
+def test_what_torchrecs_planner_cannot_fit_is_planned_table_wise_and_has_remedies(cowrec: Cowrec, folder: Path) -> None:
+    large = ("id_table.kind=hash", "id_table.capacity=5M", "model.embedding_dim=63", "sharding.plan=auto")
+    small = "--hosts 1 --devices 2 --memory-gb 4 --host-memory-gb 64"
+    printed, found = plan(cowrec, folder, small, "train.device=cuda", *large)
+    assert "does not fit: TorchRec's planner cannot fit the tables on 2 processes" in printed
+    assert 'shown is "table_wise"' in found["misfits"][0]
+    assert re.search(r"rank \d needs \d+\.\d GB of its GPU's 4", found["misfits"][1])
+    assert 'sharding.plan = "row_wise", sharding.memory = "uvm"' in printed
+
+
 def test_torchrecs_planner_plans_without_its_gpus(cowrec: Cowrec, folder: Path) -> None:
     _, found = plan(cowrec, folder, "--hosts 2", "train.device=cuda", "sharding.plan=auto")
     assert sorted(rank for each in found["ranks"] for rank in each["ranks"]) == list(range(16))

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import posixpath
+import re
 import subprocess
 import sys
 import threading
@@ -12,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cowrec.trainer.reports.run_curves import RunCurves
 from cowrec.trainer.runs import provenance, trackers
 from cowrec.trainer.runs.metrics_log import MetricsLog
-from cowrec.trainer.runs.trackers import TrackedRun, Tracking, without_secrets
+from cowrec.trainer.runs.trackers import TrackedRun, Tracking, _mlflow_name, without_secrets
 from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from trained_runs import data_folder, run
 from trainer_cases import interrupted
@@ -178,6 +182,21 @@ def test_messages_have_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         "refused secret-of-wandb_api_key, secret-of-mlflow_tracking_token at http://a:b%40@host:5000/x and s3://k:s@b"
     )
     assert without_secrets(text) == "refused ***, *** at http://***@host:5000/x and s3://***@b"
+
+
+@settings(max_examples=300)
+@given(st.lists(st.text(), min_size=1, max_size=4, unique=True))
+@example(["年龄", "性别", "user (id)", "user [id]"])
+@example(["a/", "a", "a//", "..", "."])
+def test_names_of_fields_are_names_that_mlflow_takes_and_stay_apart(fields: list[str]) -> None:
+    """MLflow takes letters, digits and _-. :/ in a path that is its own shortest form."""
+    names = [_mlflow_name(f"clip/fields/{field}/rows") for field in fields]
+    assert len({*names}) == len(fields)
+    for name in names:
+        assert re.fullmatch(r"[/\w.\- :]*", name), name
+        assert posixpath.normpath(name) == name
+    assert _mlflow_name("eval/auc of_a-b.c: d") == "eval/auc of_a-b.c: d"
+    assert _mlflow_name("clip/fields/年龄/rows") == "clip/fields/年龄/rows"
 
 
 def test_lines_that_cannot_be_written_are_left_out_with_one_warning(tmp_path: Path, caplog: Any) -> None:
