@@ -51,7 +51,7 @@ from cowrec.data_pipeline.synthetic.drifting import (
 from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.trainer.cli.flags import parse_list
 from cowrec.trainer.export.export import TrainedTable, write_export
-from cowrec.trainer.export.manifest import fingerprint
+from cowrec.trainer.export.manifest import Manifest, fingerprint
 from cowrec.trainer.publishing.blob import Change, TableChange
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
@@ -336,7 +336,7 @@ def _publish(config: DriftConfig, folder: Path, rows: int, seconds: float, stop:
     each, first = rows // config.fields, config.rows
     last_ids = [np.empty(0, np.int64)] * config.fields
     target = open_target(str(folder / "published"), publishing=True)
-    of_data = fingerprint(folder / "export", MODEL)
+    of_data = fingerprint(folder / "export", MODEL, Manifest.load(folder / "export").tables)
     with closing(Publisher(target, of_data, compact_after=1 << 40, compact_bytes=1 << 60)) as publisher:
         export = _exported(folder / "export")
         publisher.publish(export, export)

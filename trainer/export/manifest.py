@@ -8,6 +8,7 @@ Sizes: n rows, P stored width of a table.
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -111,10 +112,11 @@ class Manifest:
         return manifest
 
 
-def fingerprint(folder: Path, model: ModelConfig) -> str:
-    """Computes the SHA-256 of what weights mean: of the network, and of the fields, labels and vocabularies of data.
+def fingerprint(folder: Path, model: ModelConfig, tables: Mapping[str, TableManifest]) -> str:
+    """Computes the SHA-256 of what weights mean: network, tables, and the data's fields, labels and vocabularies.
 
-    The folder is an export or a data set; its vocabularies are read. Settings that change neither predictions nor the
+    The folder is an export or a data set; its vocabularies are read. Of a table its fields count, and how an id finds
+    its row: as one of so many, or by what is stored with the row. Settings that change neither predictions nor the
     weights' names and shapes, such as dropout, are not part of it.
     """
     schema = Schema.load(folder)
@@ -122,7 +124,10 @@ def fingerprint(folder: Path, model: ModelConfig) -> str:
     widths = dict(zip(names, model.widths(names), strict=True))
     network = dataclasses.replace(model, dropout=0.0, embedding_dims=widths)
     parts: list[Any] = [network, *schema.dense, *schema.sparse]
-    text = json.dumps([*map(dataclasses.asdict, parts), schema.labels, schema.negative_fraction])
+    found_by = {
+        name: (each.features, None if each.collisionless else each.rows) for name, each in sorted(tables.items())
+    }
+    text = json.dumps([*map(dataclasses.asdict, parts), schema.labels, schema.negative_fraction, found_by])
     # A number without a fraction is read back as an integer or as a float.
     digest = hashlib.sha256(json.dumps(json.loads(text, parse_int=float), sort_keys=True).encode())
     for each in schema.sparse:

@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import RESERVED_ROWS
 from cowrec.trainer.export.export import TrainedTable, dense_weights, rows_and_ids, trained_table, write_export
-from cowrec.trainer.export.manifest import fingerprint
+from cowrec.trainer.export.manifest import TableManifest, fingerprint
 from cowrec.trainer.publishing.blob import Change, TableChange, row_keys
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
@@ -72,7 +72,16 @@ class OnlinePublication:
 
         def open_publisher() -> None:
             kept = config.online.keep_full_versions
-            of_data = fingerprint(Path(config.data.dir), config.model)
+            tables = {
+                spec.name: TableManifest(
+                    tuple(field.name for field in spec.fields),
+                    spec.num_embeddings,
+                    spec.ids.kind == "collisionless",
+                    max_error=0.0,
+                )
+                for spec in self._specs
+            }
+            of_data = fingerprint(Path(config.data.dir), config.model, tables)
             self._publisher = Publisher(open_target(url, publishing=True), of_data, keep_full=kept)
 
         on_first(process, open_publisher)

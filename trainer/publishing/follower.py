@@ -14,7 +14,7 @@ from .target import DEADLINE, Target, open_target
 logger = logging.getLogger(__name__)
 
 _PAUSE, _MAX_PAUSE = 1.0, 60.0
-"""Seconds after a version that cannot be applied, before reading restarts from a full one; doubled each time."""
+"""Seconds after a version that cannot be applied, before it is tried again; doubled each time."""
 _POLL_SECONDS = 0.2
 """Pause before a target that had nothing new is polled again."""
 _REREAD_SECONDS = 60.0
@@ -55,7 +55,10 @@ class VersionReader:
         """When a poll of the target began that has not returned yet."""
         self.is_empty = self.caught_up = self.waits_for_full = self._is_newest = self._lost = False
         self._target, self._after_poll = target, after_poll
-        self.restart()
+        self.version, self.lineage = self._before = 0, ""
+        self._refused: tuple[int, str] | None = None
+        self._useless: list[tuple[int, Kind]] | None = None
+        self._reread_at = math.inf
 
     @property
     def unreachable_because(self) -> str:
@@ -63,11 +66,12 @@ class VersionReader:
         waited = time.monotonic() - self._asked
         return f"a read has taken {waited:.0f} seconds so far" if waited > DEADLINE else self._error
 
-    def restart(self) -> None:
-        """Forgets the versions that were read, so that the next one is a full one."""
-        self.version, self.lineage = 0, ""
-        self._useless: list[tuple[int, Kind]] | None = None
-        self._reread_at = math.inf
+    def refuse(self, *, was_read: bool) -> None:
+        """Stays at the version before the last one, or the next one: it is read again, unless a full one is ahead."""
+        self._refused = (self.version + (not was_read), self.lineage)
+        if was_read:
+            self.version, self.lineage = self._before
+        self._useless = None
 
     def versions(self, stop: threading.Event) -> Iterator[Blob]:
         """Yields versions as they are published, until ``stop`` is set.
@@ -81,6 +85,7 @@ class VersionReader:
             if blob is None:
                 stop.wait(_POLL_SECONDS)
             else:
+                self._before = self.version, self.lineage
                 self.version, self.lineage, self.damaged_because = blob.version, blob.lineage, ""
                 self._lost = False
                 yield blob
@@ -113,9 +118,14 @@ class VersionReader:
         if available[-1][0] == self.version and not self._lost:
             return None
         if self.version and (self.version + 1, "delta") in available:
+            if (self.version + 1, self.lineage) == self._refused and (full := self._full_ahead(available)):
+                return full
             blob = self._read(self.version + 1, "delta")
             if blob and (blob.previous, blob.lineage) == (self.version, self.lineage):
                 return blob
+        return self._full_ahead(available)
+
+    def _full_ahead(self, available: list[tuple[int, Kind]]) -> Blob | None:
         full = [version for version, kind in available if kind == "full"]
         for version in reversed(full):
             ahead = version > self.version
@@ -139,7 +149,8 @@ class VersionReader:
 class VersionFollower:
     """Applies versions in a thread as they are published; :class:`VersionReader` decides which ones.
 
-    A target that fails, or a version that cannot be applied, makes the model older and has no other effect.
+    A target that fails, or a version that cannot be applied, makes the model older and has no other effect: it stays at
+    the version before, until that one can be applied or there is a full version ahead.
 
     Args:
         url: of the publication target.
@@ -153,7 +164,8 @@ class VersionFollower:
         url: of the target, without credentials.
         applied_time: Unix seconds at which a version was last applied; NaN before the first.
         created_time: Unix seconds at which that version was published, by the publisher's clock.
-        caught_up: whether everything that was published was applied at some time since the start.
+        caught_up: whether everything that was published was applied at some time since the start, but for a version that
+            was refused and what follows it.
         problem: why the model may be behind what is published; empty if nothing is wrong.
     """
 
@@ -193,11 +205,13 @@ class VersionFollower:
             self._target.close()
 
     def _run(self) -> None:
-        pause, refused = _PAUSE, (0, "")
+        pause, refused, applying = _PAUSE, (0, ""), False
         while not self._stop.is_set():
             try:
                 for blob in self._reader.versions(self._stop):
+                    applying = True
                     self._apply(blob)
+                    applying = False
                     if blob.kind == "full" or math.isnan(self.applied_time):
                         about = (blob.version, blob.kind, blob.change.step, self.url)
                         logger.info("version %d (%s, step %d) of %s is served", *about)
@@ -210,10 +224,12 @@ class VersionFollower:
                 self._on_refused()
                 self._error = f"a version of {self.url} was refused: {error}"
                 self._log_problem(exc_info=not isinstance(error, ValueError))
+                refused = self._reader.version, self._reader.lineage
+                self._reader.refuse(was_read=applying)
+                # The version before it is served; what is based on the refused one cannot be applied.
+                self.caught_up, applying = self.caught_up or not math.isnan(self.applied_time), False
                 self._stop.wait(pause)
-                pause, refused = min(2 * pause, _MAX_PAUSE), (self._reader.version, self._reader.lineage)
-                # Later deltas are based on the refused version; a full one is not.
-                self._reader.restart()
+                pause = min(2 * pause, _MAX_PAUSE)
 
     def _after_poll(self) -> None:
         self.caught_up = self.caught_up or self._reader.caught_up

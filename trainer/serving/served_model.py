@@ -123,7 +123,7 @@ class ServedModel:
     @cached_property
     def _fingerprint(self) -> str:
         """Of the export; it reads the vocabularies, which only a server that follows a target needs."""
-        return fingerprint(self._export_dir, self.manifest.model)
+        return fingerprint(self._export_dir, self.manifest.model, self.manifest.tables)
 
     def predict(self, samples: SampleBlock) -> NDArray[np.float32]:
         """Click probabilities, [B] or [B, T] of T > 1 tasks, of encoded samples on the CPU; labels are ignored."""

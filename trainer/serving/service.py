@@ -61,7 +61,7 @@ class Limits:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value < 1:
+            if not value >= 1:
                 raise ValueError(f"{field.name} must be at least 1, got {value}")
 
     @property

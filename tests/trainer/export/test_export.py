@@ -19,7 +19,7 @@ from cowrec.data_pipeline import Reader, Schema
 from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run, exported_network
-from cowrec.trainer.export.manifest import Manifest, dequantise, fingerprint, quantise
+from cowrec.trainer.export.manifest import Manifest, TableManifest, dequantise, fingerprint, quantise
 from history_cases import FLAT
 from process_groups import in_processes
 from refusal import refused
@@ -181,13 +181,14 @@ def test_the_fingerprint_is_of_what_weights_mean(folder: Path, tmp_path: Path) -
     single, data, model = folder / "single" / "data", tmp_path / "data", load_config(folder / "run.toml").model
     shutil.copytree(single / "vocabulary", data / "vocabulary")
     schema, file = Schema.load(single), data / "vocabulary" / "city.parquet"
-    expected, table = fingerprint(single, model), pq.read_table(file)
+    tables = {"city": TableManifest(("city",), len(pq.read_table(file)) + 2, False, 0.0)}
+    expected, table = fingerprint(single, model, tables), pq.read_table(file)
 
-    def changed(config: ModelConfig = model, order: Any = None, **others: Any) -> str:
+    def changed(config: ModelConfig = model, order: Any = None, city: Any = tables["city"], **others: Any) -> str:
         dataclasses.replace(schema, **others).save(data)
         values = table["value"] if order is None else table["value"].take(order)
         pq.write_table(pa.table({"value": values}), file, row_group_size=2)
-        return fingerprint(data, config)
+        return fingerprint(data, config, {"city": city})
 
     assert changed(splits={}) == changed(negative_fraction=1) == expected
     assert changed(dataclasses.replace(model, dropout=0.5, embedding_dims={"city": model.embedding_dim})) == expected
@@ -197,9 +198,14 @@ def test_the_fingerprint_is_of_what_weights_mean(folder: Path, tmp_path: Path) -
         changed(order=pa.array([1, 0, *range(2, len(table))])),
         changed(labels=("buy",)),
         changed(negative_fraction=0.5),
+        changed(city=dataclasses.replace(tables["city"], rows=3)),
+        changed(city=dataclasses.replace(tables["city"], collisionless=True)),
         changed(dense=(dataclasses.replace(schema.dense[0], maximum=1e9), *schema.dense[1:])),
     ]
-    assert len({expected, *others}) == 7
+    assert len({expected, *others}) == 9
+    assert changed(city=dataclasses.replace(tables["city"], max_error=0.5)) == expected
+    raw = dataclasses.replace(tables["city"], collisionless=True)
+    assert changed(city=dataclasses.replace(raw, rows=99)) == changed(city=raw)
 
 
 def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path, tmp_path: Path) -> None:

@@ -358,8 +358,8 @@ def test_versions_that_begin_anew_are_read_though_the_newest_has_the_same_number
 def test_a_version_that_stays_refused_is_tried_less_and_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the versions before it can be applied again each time."""
-    waited, refused_times = list[float](), 5
+    """The version before it is served meanwhile, and those before that are not applied again."""
+    waited, refused_times, applied = list[float](), 5, list[int]()
     monkeypatch.setattr("cowrec.trainer.publishing.follower._PAUSE", 0.001)
     model, states = Model(), dict[int, Model]()
     with publisher(str(tmp_path)) as out:
@@ -367,7 +367,9 @@ def test_a_version_that_stays_refused_is_tried_less_and_less_often(
 
     def apply(blob: Blob) -> None:
         if blob.version == 3:
+            assert not follower.problem or "does not fit" in follower.problem
             raise ValueError("it does not fit")
+        applied.append(blob.version)
 
     follower = VersionFollower(str(tmp_path), apply, lambda: None)
     wait = follower._stop.wait
@@ -375,8 +377,46 @@ def test_a_version_that_stays_refused_is_tried_less_and_less_often(
     with contextlib.closing(follower):
         follower.start()
         wait_for(lambda: sum(each != 0.01 for each in waited) >= refused_times)
+        assert follower.caught_up
+        assert "does not fit" in follower.problem
+    assert applied == [1, 2]
     pauses = [each for each in waited if each != 0.01][:refused_times]
     assert pauses == [0.001 * 2**each for each in range(refused_times)]
+
+
+def test_after_a_refused_version_the_next_full_one_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a follower that has the version before, and of one that starts later."""
+    monkeypatch.setattr("cowrec.trainer.publishing.follower._PAUSE", 0.001)
+    model, states, applied = Model(), dict[int, Model](), list[list[int]]()
+
+    def follow() -> VersionFollower:
+        own = list[int]()
+        applied.append(own)
+
+        def apply(blob: Blob) -> None:
+            if (blob.version, blob.kind) == (3, "delta"):
+                raise ValueError("it does not fit")
+            own.append(blob.version)
+
+        follower = VersionFollower(str(tmp_path), apply, lambda: None)
+        follower.start()
+        return follower
+
+    with publisher(str(tmp_path), compact_after=5) as out, contextlib.closing(follow()) as early:
+        publish_many(out, model, states, 4)
+        wait_for(lambda: "does not fit" in early.problem)
+        with contextlib.closing(follow()) as late:
+            wait_for(lambda: "does not fit" in late.problem and late.caught_up)
+            assert applied == [[1, 2], [1, 2]]
+            publish_many(out, model, states, 9)
+            full = max(version for version, kind in open_target(str(tmp_path)).blobs() if kind == "full")
+            assert full > 3
+            for follower in (early, late):
+                wait_for(lambda follower=follower: not follower.problem)
+    for own in applied:
+        assert own[:2] == [1, 2]
+        assert own[2:] == list(range(own[2], 14))
+        assert own[2] > 3
 
 
 def test_a_truncated_full_version_is_replaced_by_the_one_before(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from cowrec.data_pipeline import MISSING, OUT_OF_VOCABULARY, DenseField, Schema,
 from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.trainer.export.export import TrainedTable, write_export
-from cowrec.trainer.export.manifest import fingerprint
+from cowrec.trainer.export.manifest import TableManifest, fingerprint
 from cowrec.trainer.publishing.blob import Blob, Change, TableChange, decode, encode
 from cowrec.trainer.serving.inference_network import InferenceNetwork
 from cowrec.trainer.serving.served_model import ServedModel
@@ -60,7 +60,8 @@ def collisionless_schema() -> Schema:
 def collisionless_fingerprint() -> str:
     with tempfile.TemporaryDirectory() as folder:
         collisionless_schema().save(folder)
-        return fingerprint(Path(folder), CONFIG)
+        tables = {name: TableManifest(features, 0, True, 0.0) for name, features in FEATURES.items()}
+        return fingerprint(Path(folder), CONFIG, tables | {"cities": TableManifest(("city",), 4, False, 0.0)})
 
 
 FEATURES = {"items": ("item", "basket"), "users": ("user",)}

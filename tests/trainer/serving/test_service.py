@@ -483,7 +483,8 @@ def publisher_to(url: str, folder: Path) -> contextlib.closing[Publisher]:
 
 
 def fingerprint_of(folder: Path) -> str:
-    return fingerprint(folder / "export", Manifest.load(folder / "export").model)
+    manifest = Manifest.load(folder / "export")
+    return fingerprint(folder / "export", manifest.model, manifest.tables)
 
 
 def published(publisher: Publisher, change: Change) -> int:
