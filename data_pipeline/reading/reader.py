@@ -148,7 +148,7 @@ class Reader:
         if available is not None and needed > available:
             raise ValueError(
                 f"resident: the {self.split} split needs {needed:,} bytes on {self.device}, {available:,} are "
-                "available; stream it instead (resident = false)"
+                'available; train with data.resident = "no", or "auto", which streams it, or use more memory'
             )
         self._resident_block = self._load(range(len(self._parts)), self.device)
         if self.device.type == "cuda":

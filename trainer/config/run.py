@@ -203,7 +203,7 @@ def with_defaults(
 ) -> RunConfig:
     """The configuration with the batch size, and `optimizer.embedding_lr`, `lr_decay` and `l2`, where it has none.
 
-    The batch size is the largest power of two with at least 100 steps in an epoch, but from 64 to 512: fewer steps
+    The batch size is the largest power of two with at least 100 full steps in an epoch, but from 64 to 512: fewer steps
     reach too little in the first epoch. "auto" is the largest with which the run has FEW_STEPS steps.
 
     The tables' rate is EMBEDDING_LR up to RATE_SAMPLES samples and then falls with the root of their number. From

@@ -41,8 +41,8 @@ class TrainConfig:
 
     Attributes:
         batch_size: samples per step over all processes. 0: by the number of training samples, the largest power of two
-            with at least 100 steps in an epoch, but from 64 to 512. "auto" (or -1): the largest power of two with which
-            the run has 200 steps, but from 64 to 65,536. Both are optimizer.base_batch_size online.
+            with at least 100 full steps in an epoch, but from 64 to 512. "auto" (or -1): the largest power of two with
+            which the run has 200 steps, but from 64 to 65,536. Both are optimizer.base_batch_size online.
         eval_batch_size: the same at evaluation.
         batch_ramp: steps at each of optimizer.base_batch_size, twice that, four times that and so on, while below
             batch_size, with which the run begins, each with the scaled values of its batch size; needs

@@ -164,8 +164,8 @@ class VersionFollower:
         url: of the target, without credentials.
         applied_time: Unix seconds at which a version was last applied; NaN before the first.
         created_time: Unix seconds at which that version was published, by the publisher's clock.
-        caught_up: whether everything that was published was applied at some time since the start, but for a version that
-            was refused and what follows it.
+        caught_up: whether everything that was published was applied at some time since the start, but for a version
+            that was refused and what follows it.
         problem: why the model may be behind what is published; empty if nothing is wrong.
     """
 

@@ -73,6 +73,31 @@ def load_code(run_dir: Path) -> list[OwnCode]:
     return record
 
 
+def require_not_imported(record: Iterable[OwnCode], where: Path) -> None:
+    """Raises ValueError if a module of recorded code has been imported already, from another file of other contents.
+
+    Python imports a module of one name once: another run's, or another experiment's, would be used in its place.
+    """
+    for each in record:
+        module = each.name.partition(":")[0]
+        file, name = file_of(sys.modules[module]) if module in sys.modules else None, _module_file(each, module)
+        if file is None or name is None or (file.is_file() and checksum(file) == each.files[name]):
+            continue
+        places = [folder / name for folder in (Path(each.folder), where / COPIES)]
+        there = [place for place in places if place.is_file()]
+        if there and not any(file.exists() and place.samefile(file) for place in there):
+            raise ValueError(
+                f'{each.key} = "{each.name}": {file} is imported, but {where} was trained with {there[0]}; use another'
+                " Python process for it, or give the modules different names"
+            )
+
+
+def _module_file(code: OwnCode, module: str) -> str | None:
+    """The file of a module among those that were recorded."""
+    stem = module.replace(".", "/")
+    return next((name for name in (f"{stem}.py", f"{stem}/__init__.py") if name in code.files), None)
+
+
 def warn_if_changed(record: Iterable[OwnCode], where: Path) -> None:
     """Warns once of each file of recorded code, which has been imported now, that differs from that in the record."""
     files = {_folder(each.name) / name: (each, name) for each in record for name in each.files}

@@ -92,6 +92,7 @@ def require_unused(path: Path) -> None:
             found = "has a complete run; add --resume and raise train.epochs to train it further"
         else:
             found = "has a run that was stopped; add --resume to continue it"
+        found += " (in Python by train(..., resume=True))" if "--resume" in found else ""
         raise ValueError(f"run folder {path} {found}; or choose another with --run-dir, or remove it")
 
 

@@ -141,6 +141,12 @@ class _EpochRun:
         self.say(self.summary())
         if warning := few_steps_warning(self.config, self.plan.train_rows, self.plan.steps):
             self.trainer.warn(warning)
+        if self.config.train.batch_ramp and not self.plan.ramp.sizes:
+            sizes = self.config.train.batch_size, self.config.optimizer.base_batch_size
+            self.trainer.warn(
+                f"warning: train.batch_ramp = {self.config.train.batch_ramp} has no effect: train.batch_size ="
+                f" {sizes[0]:,} is not above optimizer.base_batch_size = {sizes[1]:,}, where a ramp begins"
+            )
         if not (resume and self.resume()) and self.config.train.warm_start:
             warm_start(self.state, timed=self.plan.schema.timed)
         with self.trainer.open_log() as log, stop_requests(self.process) as stop:
@@ -150,7 +156,10 @@ class _EpochRun:
                 self.save()
             self.trainer.require_trained()
             self.trainer.checkpoints.finish()
-            quality = self.final_quality(log)
+            try:
+                quality = self.final_quality(log, stop.agreed)
+            except Stopped:
+                raise self.trainer.interrupted() from None
             log.write("report", self.trainer.steps, **quality)
         report = self.report(quality)
         for remark in filter(None, (report[each] for each in ("auc_remark", "clip_remark", "calibration_remark"))):
@@ -296,29 +305,29 @@ class _EpochRun:
         self.say(f"continuing from {latest}: step {progress.step}, {self.epoch} of {epochs} epochs done")
         return True
 
-    def final_quality(self, log: MetricsLog) -> dict[str, Any]:
+    def final_quality(self, log: MetricsLog, stop: Stop) -> dict[str, Any]:
         """Measures of the report: those of the best epoch where `checkpoint.keep_best` keeps it, else of the last one.
 
         With validation samples the test split is measured here for the first time: with the last weights and, if the
         best ones are kept and are others, with these. The best checkpoint may be damaged, or removed before it was to
-        be kept; then another one is loaded, as by later commands.
+        be kept; then another one is loaded, as by later commands. Raises Stopped; a resumed run measures again.
         """
         last, best = self.epochs[-1], self.best_epoch()
         chosen = best if best and self.config.checkpoint.keep_best != "none" else last
         is_last = chosen is last
         if self.validation is not None:
-            last = self._tested(log, last)
+            last = self._tested(log, last, stop)
         if not is_last:
             folder, fetch = self.trainer.checkpoints.folder, self.trainer.checkpoints.fetch
             is_last = self.state.load_weights(folder, fetch=fetch).step != chosen["step"]
-        chosen = last if is_last else chosen if self.validation is None else self._tested(log, chosen)
+        chosen = last if is_last else chosen if self.validation is None else self._tested(log, chosen, stop)
         values = {key: value for key, value in chosen.items() if key not in ("step", "rows")}
         others = {} if is_last else {"last_epoch": last}
         return values | ({"best_epoch": best["epoch"]} if best else {}) | others
 
-    def _tested(self, log: MetricsLog, end: EpochEnd) -> EpochEnd:
+    def _tested(self, log: MetricsLog, end: EpochEnd, stop: Stop) -> EpochEnd:
         """Adds the measures of the test split to those of an epoch, with whose weights the model is."""
-        values, text = self.measure(self.test)
+        values, text = self.measure(self.test, stop)
         log.write("test", self.trainer.steps, epoch=end["epoch"] - 1, **values)
         self.say(f"epoch {end['epoch']}  step {end['step']}  {text}")
         return end | values

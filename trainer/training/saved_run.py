@@ -25,7 +25,7 @@ from cowrec.trainer.config.run import RunConfig, load_config, with_values
 from cowrec.trainer.measures.quality import measure_tasks
 from cowrec.trainer.measures.segments import Segments
 from cowrec.trainer.runs.checkpoint import Progress
-from cowrec.trainer.runs.own_code import load_code, warn_if_changed
+from cowrec.trainer.runs.own_code import load_code, require_not_imported, warn_if_changed
 from cowrec.trainer.runs.remote_run import local_copy, local_data
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, JOURNAL, require_same_ids
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
@@ -179,6 +179,7 @@ def run_of(run_dir: Path) -> tuple[RunConfig, Schema]:
     if not (run_dir / CONFIG).is_file():
         raise ValueError(f"{run_dir} is not a run: it has no {CONFIG}; pass the --run-dir of a cowrec train")
     code = load_code(run_dir)
+    require_not_imported(code, run_dir)
     config = load_config(run_dir / CONFIG)
     warn_if_changed(code, run_dir)
     return config if torch.cuda.is_available() else _without_cuda(config), Schema.load(run_dir)

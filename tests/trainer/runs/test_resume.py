@@ -9,7 +9,8 @@ import pickle
 import random
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -382,21 +383,39 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == [tmp_path / checkpoint_name(step) for step in steps]
 
 
-def test_a_stop_during_the_evaluation_is_heard(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    """It saves the epoch's last step, from which the run goes on with the evaluation."""
+@contextmanager
+def stopped_in_the_first_batch(split: str) -> Iterator[None]:
+    """SIGTERM comes once, while samples of a split are measured for the first time."""
     asked = list[bool]()
 
     def stop_in_first_batch(state: Any, reader: Any, stop: Callable[[], bool]) -> Any:
         for samples in predictions(state, reader, stop):
-            if not asked:
+            if not asked and reader.split == split:
                 asked.append(True)
                 os.kill(os.getpid(), signal.SIGTERM)
             yield samples
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "predictions", stop_in_first_batch)
-        with pytest.raises(Interrupted, match=r"at step 5; saved .*step_000000005;"):
-            run(folder, tmp_path / "run")
+        yield
+
+
+def test_a_stop_while_the_test_split_is_measured_at_the_end_is_heard(folder: Path, tmp_path: Path) -> None:
+    """A resumed run measures again, with the weights of the best epoch."""
+    given = ("train.validation_fraction=0.2", "checkpoint.keep_best=auc")
+    expected = run(folder, tmp_path / "whole", *given)
+    with stopped_in_the_first_batch("test"), pytest.raises(Interrupted, match=r"stopped at step \d+; saved .*--resume"):
+        run(folder, tmp_path / "run", *given)
+    assert not metrics_of(tmp_path / "run", "test")
+    report = run(folder, tmp_path / "run", *given, resume=True)
+    for key in ("auc", "logloss", "validation_auc", "epochs"):
+        assert report[key] == expected[key], key
+
+
+def test_a_stop_during_the_evaluation_is_heard(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """It saves the epoch's last step, from which the run goes on with the evaluation."""
+    with stopped_in_the_first_batch("test"), pytest.raises(Interrupted, match=r"at step 5; saved .*step_000000005;"):
+        run(folder, tmp_path / "run")
     assert not metrics_of(tmp_path / "run", "eval")
     run(folder, tmp_path / "run", resume=True)
     assert_same(tmp_path / "run", uninterrupted)

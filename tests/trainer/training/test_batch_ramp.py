@@ -37,6 +37,14 @@ def ramp(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> 
     return run(folder, run_dir, *ALWAYS, *RAMP, *overrides, resume=resume)
 
 
+def test_a_ramp_that_never_begins_is_told(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "cowrec")
+    ramped = ("train.batch_ramp=2", "optimizer.base_batch_size=1024", "train.batch_size=51")
+    assert run(folder, tmp_path / "run", *ramped, "train.epochs=1")["batch_ramp"] == ()
+    warning = "train.batch_ramp = 2 has no effect: train.batch_size = 51 is not above optimizer.base_batch_size = 1,024"
+    assert caplog.text.count(warning) == 1
+
+
 def test_ftrl_takes_the_samples_of_each_batch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is the mean over the batch that there is, which the last one of an epoch makes short."""
     seen, told = [], EmbeddingAdam.set_ftrl_samples

@@ -1,5 +1,6 @@
 """A network and loss of a user's own, those of docs/models.md, in every command; what is missing or has changed."""
 
+import json
 import math
 import re
 import sys
@@ -15,6 +16,7 @@ import torch
 
 from cowrec.data_pipeline import Schema, prepare
 from cowrec.data_pipeline.dataset.shards import load_shards
+from cowrec.data_pipeline.files import checksum
 from cowrec.trainer import evaluate, export_model, train
 from cowrec.trainer.config.run import load_config, with_defaults
 from cowrec.trainer.runtime.processes import Process
@@ -135,6 +137,25 @@ def test_two_files_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None
     load_config(folder / "code" / "my_run.toml")
     config = write_example(tmp_path)
     refused(rf"code/my_network.py is imported, but {tmp_path}/my_network.py exists too", load_config, config)
+
+
+def test_a_run_of_another_file_of_one_name_is_refused(folder: Path, tmp_path: Path) -> None:
+    """As in a notebook that compares two experiments; a copy of the same contents is the same network."""
+    code = tmp_path / "code"
+    forget()
+    train(load_config(write_example(code)), folder / "data", tmp_path / "run")
+    file = code / "my_network.py"
+    sys.path.remove(str(code))
+    forget()
+    load_config(folder / "code" / "my_run.toml")
+    evaluate(tmp_path / "run", folder / "data")
+    record = json.loads((tmp_path / "run" / "code.json").read_text())
+    file.write_text(file.read_text() + "# changed")
+    for each in record:
+        each["files"] = {file.name: checksum(file)} if file.name in each["files"] else each["files"]
+    (tmp_path / "run" / "code.json").write_text(json.dumps(record))
+    message = rf"/my_network.py is imported, but {tmp_path}/run was trained with {file}; use another Python process"
+    refused(message, evaluate, tmp_path / "run", folder / "data")
 
 
 def test_a_mask_of_minus_infinity_is_no_divergence(folder: Path, tmp_path: Path) -> None:
