@@ -39,8 +39,8 @@ class Position:
     Attributes:
         partitions: position in each partition of the source.
         entry: number of the next entry of the journal.
-        present: Unix seconds; see `reorder.follow`. None before the first sample, and long ago while a partition that has
-            more samples has given none.
+        present: Unix seconds; see `reorder.follow`. None before the first sample, and long ago while a partition
+            that has more samples has given none.
         clocks: times of each partition.
         due: number of waiting samples, oldest first, to return regardless of the watermark.
         ended: no more samples will come.
