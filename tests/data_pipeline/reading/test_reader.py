@@ -268,7 +268,7 @@ def test_the_bytes_of_a_resident_split_are_counted_exactly(tmp_path):
 
 def test_a_split_that_does_not_fit_is_refused_with_both_sizes(numbered, monkeypatch):
     monkeypatch.setattr("cowrec.data_pipeline.reading.reader.available_bytes", lambda device: 1000)
-    message = "needs 1,236 bytes on cpu, 1,000 are available; stream it"
+    message = 'needs 1,236 bytes on cpu, 1,000 are available; train with data.resident = "no"'
     refused(message, Reader, numbered, "train", batch_size=9, resident=True)
 
 
