@@ -9,8 +9,8 @@ were already read, `rewound` counts it.
 
 Kafka: messages that are JSON objects. All partitions are assigned with explicit offsets from the stream's own position:
 nothing is committed, and no consumer group is joined, so that consumers which come and go rebalance nothing here.
-Partitions that are added to the topic are noticed and read from their beginning. A chunk names the other partitions
-that have not been read to their end, so that a backlog of ordered partitions is trained on in order. The topic's
+Partitions that are added to the topic are noticed and read from their beginning. A chunk names the partitions that
+have not been read to their end, so that a backlog of ordered partitions is trained on in order. The topic's
 retention must exceed the time between two snapshots, since a journal may refer to messages. Messages that Kafka deleted
 before they were read are logged and counted by their offsets. Offsets without a message, as transactions and compaction
 leave them, are skipped.
@@ -313,17 +313,17 @@ class KafkaSource:
                 self._log.log(logging.WARNING, "Kafka: %s", error.str())
         self._given += sum(map(len, found.values()))
         self._given_at |= dict.fromkeys(found, self._given)
-        self._at_end -= found.keys()
+        self._at_end = (self._at_end - found.keys()) | at_end
         patient = self._given - MOST_AHEAD
         unread = {each for each in self._offsets if each not in self._at_end and self._given_at.get(each, 0) >= patient}
-        self._at_end |= at_end
         for number, each in found.items():
             samples = [message.value() or b"" for message in each]
-            begin, behind = 0, [str(other) for other in sorted(unread - {number})]
+            begin, after = 0, [*found][[*found].index(number) + 1 :]
             while begin < len(each):
                 stop = begin + count_within(samples[begin:])
                 start, self._offsets[number] = self._offsets[number], each[stop - 1].offset() + 1
-                lost = self._lost.pop(number, 0)
+                lost, rest = self._lost.pop(number, 0), [number] * (stop < len(each))
+                behind = [str(one) for one in sorted(unread.union(after, rest))]
                 self._ready.append(Chunk(str(number), start, self._offsets[number], samples[begin:stop], lost, behind))
                 begin = stop
         for number in out_of_range:

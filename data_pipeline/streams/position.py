@@ -20,7 +20,7 @@ import pyarrow as pa
 from cowrec.data_pipeline.codec import TIME_COLUMN
 from cowrec.data_pipeline.files import durable_file, replace_file, sync_file, sync_folder, write_file
 
-from .reorder import Clock, ReorderBuffer
+from .reorder import NO_TIMES, Clock, ReorderBuffer
 
 POSITION_FILE, PENDING_FILE, RECENT_FILE = "position.json", "pending.arrow", "recent.arrow"
 FORMAT = 2
@@ -39,8 +39,9 @@ class Position:
     Attributes:
         partitions: position in each partition of the source.
         entry: number of the next entry of the journal.
-        present: Unix seconds; see `reorder.follow`. None before the first sample, and long ago while a partition
-            that has more samples has given none.
+        present: Unix seconds; see `reorder.follow`. None before the first sample, and while a partition that has
+            more samples has given none.
+        latest: times of the last samples; see `reorder.follow`.
         clocks: times of each partition.
         due: number of waiting samples, oldest first, to return regardless of the watermark.
         ended: no more samples will come.
@@ -56,6 +57,7 @@ class Position:
     partitions: Mapping[str, Any] = field(default_factory=dict)
     entry: int = 0
     present: int | None = None
+    latest: np.ndarray = field(default_factory=lambda: NO_TIMES)
     clocks: Mapping[str, Clock] = field(default_factory=dict)
     due: int = 0
     ended: bool = False
@@ -72,7 +74,7 @@ class Position:
         waiting = self.waiting.compact()
         content = {name: getattr(self, name) for name in _PLAIN}
         clocks = {name: (each.newest, each.latest.tolist()) for name, each in self.clocks.items()}
-        content |= {"format": FORMAT, "clocks": clocks, "waiting": len(waiting)}
+        content |= {"format": FORMAT, "latest": self.latest.tolist(), "clocks": clocks, "waiting": len(waiting)}
         if len(waiting):
             _write_table(folder / PENDING_FILE, waiting.table)
         _write_table(folder / RECENT_FILE, pa.table({"id": np.concatenate(self.recent)}))
@@ -91,6 +93,7 @@ class Position:
                 waiting = waiting.add(table, table[TIME_COLUMN].to_numpy())
             return Position(
                 **{name: content[name] for name in _PLAIN},
+                latest=np.array(content["latest"], np.int64),
                 clocks={
                     name: Clock(newest, np.array(latest, np.int64))
                     for name, (newest, latest) in content["clocks"].items()

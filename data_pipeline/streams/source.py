@@ -29,7 +29,7 @@ class Chunk:
         samples: JSON objects, one each, or a table of raw columns.
         lost: samples between the previous chunk and this one that the source deleted before they were read; -1 if the
             source cannot tell how many.
-        behind: other partitions that have more samples to read, for which the stream's present waits.
+        behind: partitions that have more samples to read, for which the stream's present waits; perhaps this one too.
     """
 
     partition: str

@@ -298,9 +298,17 @@ class SampleStream:
             table, times = table.filter(pa.array(~repeated)), times[~repeated]
         clocks = {**state.clocks}
         clock = clocks.pop(chunk.partition, Clock())
-        behind = [clocks.get(name, Clock()) for name in chunk.behind]
+        # A partition that has given samples without a time is not waited for.
+        behind = [name for name in chunk.behind if name not in clocks or clocks[name].newest is not None]
         followed = follow(
-            times, clock, self._lateness, present=state.present, behind=behind, others=list(clocks.values())
+            times,
+            state.latest,
+            state.present,
+            self._lateness,
+            clock,
+            behind=[clocks.get(name, Clock()) for name in behind if name != chunk.partition],
+            others=list(clocks.values()),
+            has_backlog=bool(behind),
         )
         if followed.early.any():
             place = table.column_names.index(TIME_COLUMN)
@@ -313,7 +321,8 @@ class SampleStream:
             state,
             partitions={**state.partitions, chunk.partition: chunk.end},
             entry=state.entry + 1,
-            present=max(map(int, followed.present[-1:]), default=state.present),
+            present=followed.after,
+            latest=followed.latest,
             clocks={**state.clocks, chunk.partition: followed.clock},
             waiting=state.waiting.add(table.combine_chunks(), times),
             recent=self._recent.parts if self._recent else state.recent,

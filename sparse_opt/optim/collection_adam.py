@@ -66,6 +66,8 @@ class CollectionAdam:
         self._steps = 0
         self._is_stored = False
         """Whether entries are those of :meth:`as_stored`."""
+        self._loaded_at = -1
+        """Step at which moments are loaded, one after the other, and all rows have taken their missed steps."""
         self._written = False
         """Whether all weights were loaded in place, perhaps with the moments, whose missed steps are then still due."""
 
@@ -76,7 +78,7 @@ class CollectionAdam:
 
     @step.setter
     def step(self, value: int) -> None:
-        self._written = False
+        self._written, self._loaded_at = False, -1
         for adam in self.lookups:
             adam.step = value
             adam.mark_current()
@@ -222,7 +224,7 @@ class CollectionAdam:
 
     def restore(self, steps: int) -> None:
         """Declares all rows and moments, which were loaded, to be those after step ``steps``."""
-        self._written = False
+        self._written, self._loaded_at = False, -1
         for adam in self.lookups:
             adam.step = steps
         self.history.restart(steps)
@@ -241,7 +243,7 @@ class CollectionAdam:
 
     def restore_stored(self, rates: Sequence[float]) -> None:
         """Declares the loaded last steps of the rows to be valid, after steps with these learning rates."""
-        self._written = False
+        self._written, self._loaded_at = False, -1
         for adam in self.lookups:
             adam.step = len(rates)
         self.history.replace(np.asarray(rates, np.float64))
@@ -306,9 +308,10 @@ class CollectionAdam:
         """
         held = [pair for pair in zip(_held_here(given), _held_here(own), strict=False) if len(pair[1])]
         in_place = any(one.data_ptr() == other.data_ptr() for one, other in held)
-        if held and not (in_place or self._written or self._is_stored):
+        if held and not (in_place or self._written or self._is_stored) and self._loaded_at != self.step:
             for adam in (each for each in self._replayed() if each.step):
                 adam.flush()
+            self._loaded_at = self.step
 
     def _set_entries(self, stored: bool) -> None:
         self._is_stored = stored

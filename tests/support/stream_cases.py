@@ -87,7 +87,7 @@ class RandomSource:
         start = self._positions[name]
         end = min(len(self.partitions[name]), start + self._chance.randint(1, 7))
         self._positions[name] = end
-        remaining.remove(name)
+        remaining = [each for each in remaining if self._positions[each] < len(self.partitions[each])]
         return replace(self.read(name, start, end), behind=remaining if self._has_backlog else ())
 
     def read(self, partition, start, end):

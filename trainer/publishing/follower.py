@@ -71,7 +71,7 @@ class VersionReader:
         self._refused = (self.version + (not was_read), self.lineage)
         if was_read:
             self.version, self.lineage = self._before
-        self._useless = None
+        self._useless, self.waits_for_full = None, False
 
     def versions(self, stop: threading.Event) -> Iterator[Blob]:
         """Yields versions as they are published, until ``stop`` is set.

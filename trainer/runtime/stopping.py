@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from math import isfinite, nan
+from multiprocessing import parent_process
 from types import FrameType
 from typing import Any
 
@@ -89,13 +90,13 @@ class StopRequest:
 def stop_requests(process: Process) -> Iterator[StopRequest]:
     """Turns the first Ctrl-C or SIGTERM into a request; a second one interrupts immediately.
 
-    Only in the main thread; in another one there is no such request. Under torchrun a second signal counts as the
-    first: terminal and torchrun both send Ctrl-C to each process.
+    Only in the main thread; in another one there is no such request. Under torchrun, and in the subprocess of a sweep,
+    a second signal counts as the first: a terminal or a scheduler, and the process above, may both send one.
     """
     stop = StopRequest(process)
 
     def request(number: int, _: FrameType | None) -> None:
-        if stop.wanted and not process.launched:
+        if stop.wanted and not process.launched and parent_process() is None:
             raise KeyboardInterrupt
         stop.wanted = True
 

@@ -74,10 +74,16 @@ class Subprocess(AbstractContextManager["Subprocess"]):
 
     def _start(self, module: str) -> None:
         context = _context(module)
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other,))
-        self._process.start()
+        connection, other = context.Pipe()
+        process = context.Process(target=_serve, args=(other,))
+        # All of its threads inherit that a terminal's Ctrl-C, which is sent to this process too, does not reach it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         other.close()
+        self._connection, self._process = connection, process
 
     def _ask_to_end(self) -> None:
         self._process.terminate()
@@ -113,7 +119,7 @@ def _context(module: str) -> ForkServerContext | SpawnContext:
 
 def _serve(connection: Connection) -> None:
     """Runs calls until the other side closes the connection or one fails."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a terminal sends it to this process too
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the fork server may have started before
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:

@@ -2,6 +2,7 @@
 
 import random
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from cowrec.data_pipeline import Position, SampleCodec, SampleStream
 from cowrec.data_pipeline.streams import reorder
 from cowrec.data_pipeline.streams.directory import DirectorySource
-from cowrec.data_pipeline.streams.reorder import MIN_SAMPLES, SLACK_SECONDS, SPREADS, WINDOW, Clock, follow
+from cowrec.data_pipeline.streams.reorder import MIN_SAMPLES, NO_TIMES, SLACK_SECONDS, SPREADS, WINDOW, Clock, follow
 from refusal import refused
 from stream_cases import (
     RandomSource,
@@ -366,12 +367,12 @@ clocks = st.lists(st.integers(0, 50) | st.integers(0, 10**6) | st.sampled_from([
 @settings(max_examples=25, deadline=None)
 @given(clocks, st.sampled_from([0, 300]), st.lists(st.integers(0, 300), max_size=4))
 def test_the_present_is_that_of_a_plain_loop_in_any_chunks(times, lateness, cuts):
-    clock, found = Clock(), []
+    clock, latest, present, found = Clock(), NO_TIMES, None, []
     for part in np.split(np.array(times, np.int64), sorted(min(cut, len(times)) for cut in cuts)):
-        followed = follow(part, clock, lateness)
+        followed = follow(part, latest, present, lateness, clock)
         found += zip(followed.time.tolist(), followed.early.tolist(), followed.present.tolist(), strict=True)
-        clock = followed.clock
-        assert clock.newest == (found[-1][2] if found else None)
+        clock, latest, present = followed.clock, followed.latest, found[-1][2] if found else None
+        assert clock.newest == present
     assert found == plain(times, lateness)
 
 
@@ -420,13 +421,51 @@ def test_no_batch_is_of_a_single_sample_where_two_are_the_fewest(codec, tmp_path
     assert all(2 <= len(each) <= size for each in batches)
 
 
+class Told(RandomSource):
+    """A source that tells which partition each of its chunks of ten samples is of, and that others are behind."""
+
+    def __init__(self, partitions, order, behind=()):
+        super().__init__(partitions, random.Random(0))
+        self._order, self._behind = list(order), behind
+
+    def poll(self, max_samples, timeout):
+        self.ended = not self._order
+        if self.ended:
+            return None
+        name = self._order.pop(0)
+        start = self._positions[name]
+        self._positions[name] = start + min(10, len(self.partitions[name]) - start)
+        return replace(self.read(name, start, self._positions[name]), behind=self._behind)
+
+
+@pytest.mark.parametrize("wrong", [1, 60])
+def test_a_wrong_clock_of_a_quiet_partition_makes_no_other_sample_late(codec, wrong):
+    """Half a day ahead, in the partition's first samples, and in all of them: they count with the others' time."""
+    right = [sample(number, START + number) for number in range(600)]
+    ahead = [sample(1000 + number, START + 300 + number + 12 * HOUR) for number in range(wrong)]
+    source = Told(
+        {"0": lines(right), "1": lines(ahead)}, ["0"] * 30 + ["1", "0", "0", "0"] * (wrong // 6 or 1) + ["0"] * 30
+    )
+    stream = SampleStream(source, codec, batch_size=20, lateness_seconds=60)
+    found = all_numbers(stream)
+    assert (stream.counters["late"], stream.counters["early"]) == (0, min(wrong, 10 * (wrong // 6 or 1)))
+    assert set(range(600)) <= set(found)
+
+
+def test_a_partition_of_malformed_samples_is_not_waited_for(codec):
+    source = Told({"0": lines(numbered(600)), "1": [b"{}"] * 600}, ["0", "1"] * 60, behind=("0", "1"))
+    stream = SampleStream(source, codec, batch_size=50)
+    batches = [stream.next_batch(0) for _ in range(10)]
+    assert all_numbers(batches) == list(range(500)), "before the stream ends"
+
+
 def test_arrays_of_any_kind_use_the_same_compiled_loop():
     """Compiling another one would stop a trainer for seconds."""
     times = np.arange(20)
     read_only = times.copy()
     read_only.flags.writeable = False
     for given_times, latest in ((times, times[:0]), (read_only, times[::2]), (read_only[::2], read_only)):
-        follow(given_times, Clock(None, latest), 0)
+        follow(given_times, latest, None, 0, Clock(None, latest))
     assert len(reorder._follow.signatures) == 1
 
 
