@@ -316,9 +316,9 @@ class KafkaSource:
         self._at_end = (self._at_end - found.keys()) | at_end
         patient = self._given - MOST_AHEAD
         unread = {each for each in self._offsets if each not in self._at_end and self._given_at.get(each, 0) >= patient}
-        for number, each in found.items():
+        for place, (number, each) in enumerate(found.items(), 1):
             samples = [message.value() or b"" for message in each]
-            begin, after = 0, [*found][[*found].index(number) + 1 :]
+            begin, after = 0, [*found][place:]
             while begin < len(each):
                 stop = begin + count_within(samples[begin:])
                 start, self._offsets[number] = self._offsets[number], each[stop - 1].offset() + 1
