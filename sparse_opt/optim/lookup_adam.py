@@ -224,8 +224,6 @@ class LookupAdam:
             columns = int(self._adam_columns[table])
             second = self.lookup.view_of(self.exp_avg_sq, table)[:, :columns].split(_ROWS_AT_ONCE)
             for last, part in zip(self.last_step_of(table).split(_ROWS_AT_ONCE), second, strict=True):
-                if bool((last == self._step).all()):
-                    continue
                 part.mul_(missed_decay(last, self._step, self._log_beta2)[:, None])
                 last.fill_(self._step)
 
