@@ -115,22 +115,25 @@ def plot_groups(beds: Mapping[str, Lines], path: Path) -> None:
 
 
 def plot_epochs(lines: Lines, path: Path) -> None:
-    """Draws AUC by epoch: on the left of the test split, on the right of training samples."""
-    figure, (test, train) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    """Draws AUC by epoch of the test split, and beside it of training samples where the runs measured theirs."""
+    measured = all("train" in epoch for line in lines for epoch in line["by_epoch"])
+    panels = {"test AUC (%)": None} | ({"AUC of training samples (%)": "train"} if measured else {})
+    figure, [axes] = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 4), layout="constrained", squeeze=False)
     size = lines[0]["base_batch_size"]
     curves = {("base", size): [line for line in lines if line["batch_size"] == size and line["rule"] == "half_life"]}
     for rule in dict.fromkeys(line["rule"] for line in lines):
         curves[rule, 128 * size] = [line for line in lines if line["batch_size"] == 128 * size and line["rule"] == rule]
     for (name, batch), runs in curves.items():
         look = {"color": "black", "lw": 2} if name == "base" else style(name, "on")
-        for axis, part in ((test, None), (train, "train")):
+        for axis, part in zip(axes, panels.values(), strict=True):
             values = by_epoch(runs, part)
             axis.plot(range(1, 1 + len(values)), values, **look, label=f"{name}, batch {batch:,}")
-    test.set(xlabel="epoch", ylabel="test AUC (%)", ylim=(max(test.get_ylim()[0], test.get_ylim()[1] - 12), None))
-    train.set(xlabel="epoch", ylabel="AUC of training samples (%)")
-    for axis in (test, train):
+    for axis, label in zip(axes, panels, strict=True):
+        axis.set(xlabel="epoch", ylabel=label)
         axis.grid(alpha=0.3)
-    figure.legend(*test.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    axes[0].set_ylim(bottom=max(axes[0].get_ylim()[0], axes[0].get_ylim()[1] - 12))
+    legend = {"loc": "outside lower center", "ncols": 2 * len(panels), "frameon": False, "fontsize": 8}
+    figure.legend(*axes[0].get_legend_handles_labels(), **legend)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
