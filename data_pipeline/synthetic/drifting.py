@@ -95,8 +95,10 @@ class DriftConfig:
 
     def __post_init__(self) -> None:
         require(self, "at least 1", lambda value: value >= 1, "rows", "interaction_rank")
-        require(self, "at least 0", lambda value: value >= 0, "start", "seed", "num_dense")
+        require(self, "at least 0", lambda value: value >= 0, "seed", "num_dense")
         require(self, "finite and above 0", lambda value: 0 < value < math.inf, "days", "lifetime_days", "drift_days")
+        oldest = LIFETIMES * self.lifetime_days * DAY  # ids that are older than 1970 would be those of the core
+        require(self, f"at least {oldest:g}, {LIFETIMES:g} lifetimes", lambda value: value >= oldest, "start")
         effects = ("skew", "id_effect", "interaction_effect", "dense_effect")
         require(self, "finite and at least 0", lambda value: 0 <= value < math.inf, *effects)
         require(self, "between 0 and 1", lambda value: 0 < value < 1, "ctr")

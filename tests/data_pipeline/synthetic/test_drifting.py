@@ -34,6 +34,13 @@ def test_times_are_evenly_spaced_during_and_after_the_configured_days():
     np.testing.assert_array_equal(times, [1_000_000 + row * 40 * DAY // 20_000 for row in range(40_000)])
 
 
+def test_no_short_lived_id_is_older_than_1970():
+    """It would have a number of the core."""
+    with pytest.raises(ValueError, match="start must be at least 864000, 5 lifetimes, got 863999"):
+        DriftConfig(start=863_999)
+    assert DriftingModel.of(DriftConfig(**SMALL, start=864_000)).draw(0, 20_000).ids[2].max() < 0
+
+
 def test_short_lived_ids_disappear_for_good():
     """Id number k appears k / new_ids days after 1970; one second of slack, since times are rounded to seconds."""
     config = DriftConfig(**{**SMALL, "rows": 100_000})
