@@ -98,12 +98,23 @@ def _module_file(code: OwnCode, module: str) -> str | None:
     return next((name for name in (f"{stem}.py", f"{stem}/__init__.py") if name in code.files), None)
 
 
-def warn_if_changed(record: Iterable[OwnCode], where: Path) -> None:
-    """Warns once of each file of recorded code, which has been imported now, that differs from that in the record."""
+def changes(record: Iterable[OwnCode], where: Path) -> list[str]:
+    """Says of each file of recorded code, which has been imported now, that differs from that in the record of a run.
+
+    Args:
+        where: folder of the run.
+    """
     files = {_folder(each.name) / name: (each, name) for each in record for name in each.files}
-    for file, (each, name) in files.items() if launched_rank() == 0 else ():
+    found = []
+    for file, (each, name) in files.items():
         if not file.is_file() or checksum(file) != each.files[name]:
             copy = where / COPIES / name
             kept = f"; its copy is {copy}" if copy.is_file() else ""
-            trained = f'{where} was trained with it ({each.key} = "{each.name}")'
-            print(f"warning: {file} is not as {trained}{kept}", file=sys.stderr)
+            found.append(f'{file} is not as {where} was trained with it ({each.key} = "{each.name}"){kept}')
+    return found
+
+
+def warn_if_changed(record: Iterable[OwnCode], where: Path) -> None:
+    """Warns once of each change of recorded code; see :func:`changes`."""
+    for change in changes(record, where) if launched_rank() == 0 else ():
+        print(f"warning: {change}", file=sys.stderr)

@@ -27,6 +27,7 @@ from cowrec.trainer.config.run import (
     with_defaults,
     with_values,
 )
+from cowrec.trainer.runs.own_code import changes, load_code
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, difference_of_samples, to_json
 from cowrec.trainer.runtime.environment import prepare_process
 from cowrec.trainer.runtime.errors import Interrupted
@@ -92,7 +93,8 @@ def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Itera
     """Opens the folder of a sweep or study, alone, and writes or checks the configuration that its runs share.
 
     Raises:
-        ValueError: another process is at work there, or the folder has another configuration or other files.
+        ValueError: another process is at work there, or the folder has another configuration, runs of other data or of
+            own code that has changed since, or other files.
     """
     with interrupted_by_sigterm(), locked_folder(folder), Subprocess() as process:
         file = folder / CONFIG
@@ -111,6 +113,8 @@ def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Itera
                     f"{folder} has runs on other samples than {config.data.dir}: {different}; results would not"
                     " compare, choose another --output"
                 )
+            if changed := changes(load_code(earlier.parent), earlier.parent):
+                raise ValueError(f"{changed[0]}; results would not compare, choose another --output")
         yield Runs(folder, results, process)
 
 

@@ -25,6 +25,7 @@ from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.sharded_model.build import unsharded_task
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sweep.runs import train_here
+from cowrec.trainer.sweep.sweep import Grid, sweep
 from refusal import refused
 from run_comparison import assert_close, assert_same, state_of
 from trained_runs import metrics, predicted, report_of, write_network
@@ -68,6 +69,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_data(folder)
     train(load_config(write_example(folder / "code")), folder / "data", folder / "run")
     return folder
+
+
+def test_a_sweep_does_not_go_on_with_another_network(folder: Path, tmp_path: Path) -> None:
+    """Its table would compare runs of both."""
+    forget()
+    file, grid = write_example(tmp_path / "code"), Grid([51], ["half_life"], ["off"], 1)
+    sweep(load_config(file), folder / "data", tmp_path / "grid", grid)
+    network = file.with_name("my_network.py")
+    network.write_text(network.read_text() + "\n# changed\n")
+    forget()
+    with pytest.raises(ValueError, match=r"my_network.py is not as .*grid/runs/.* was trained with it"):
+        sweep(load_config(file), folder / "data", tmp_path / "grid", grid)
 
 
 def test_evaluation_prediction_export_and_serving(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
