@@ -268,7 +268,8 @@ def _result(report: dict[str, Any], metric: str) -> dict[str, Any]:
     """The entries of a line that a report gives; none of the test split."""
     best = best_epoch(report["epochs"], metric)
     if best is None:
-        raise ValueError(f"the validation samples have no {metric}, because they have one class; take more of them")
+        why = "they have one class" if metric == "auc" else "none of them has a known label"
+        raise ValueError(f"the validation samples have no {metric}, because {why}; take more of them")
     keys = ("validation_auc", "validation_logloss")
     return {
         **{key: best[key] for key in keys},
