@@ -204,7 +204,8 @@ def with_defaults(
     """The configuration with the batch size, and `optimizer.embedding_lr`, `lr_decay` and `l2`, where it has none.
 
     The batch size is the largest power of two with at least 100 full steps in an epoch, but from 64 to 512: fewer steps
-    reach too little in the first epoch. "auto" is the largest with which the run has FEW_STEPS steps.
+    reach too little in the first epoch. "auto" is the largest, up to the samples, with which the run has FEW_STEPS
+    steps.
 
     The tables' rate is EMBEDDING_LR up to RATE_SAMPLES samples and then falls with the root of their number. From
     DECAY_SAMPLES samples and DECAY_STEPS steps on, both rates decay linearly where neither `embedding_lr` is given,
@@ -229,7 +230,8 @@ def with_defaults(
         trained = samples - round(samples * train.validation_fraction)
         size = min(max(1 << max(trained // 100, 1).bit_length() - 1, 64), 512)
         if train.batch_size == AUTO_BATCH:
-            size = max(largest_batch(trained, train.epochs, MOST_AUTO_BATCH), 64)
+            most = min(MOST_AUTO_BATCH, 1 << max(trained, 1).bit_length() - 1)
+            size = max(largest_batch(trained, train.epochs, most), 64)
         is_adam = "adam" in optimizer.embedding
         lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if is_adam and samples > RATE_SAMPLES else 1.0)
         size = train.batch_size if train.batch_size > 0 else size
@@ -261,9 +263,12 @@ def few_steps_warning(config: RunConfig, samples: int, steps: int) -> str:
     epochs, size = config.train.epochs, config.train.batch_size
     if steps >= FEW_STEPS:
         return ""
+    smaller = largest_batch(samples, epochs)
+    is_enough = -(-samples // smaller) * epochs >= FEW_STEPS
+    remedy = f"train.batch_size to {smaller}, or " if is_enough else ""
     return (
         f"warning: the run has {steps} steps, below {FEW_STEPS}: too few for train.batch_size = {size} to reach what"
-        f" a smaller batch does; set train.batch_size to {largest_batch(samples, epochs)}, or train.epochs to"
+        f" {'a smaller batch does' if is_enough else 'more steps would'}; set {remedy}train.epochs to"
         f" {-(-FEW_STEPS // -(-samples // size))} together with train.validation_fraction, train.patience and"
         " checkpoint.keep_best, since more epochs may learn rare ids by heart"
     )
@@ -314,14 +319,19 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
     try:
         return _adapter().validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        first, *others = error.errors()
+        place, wanted = first["loc"], first["msg"][:1].lower() + first["msg"][1:]
+        if place and str(place[-1]).startswith("literal["):  # a word or a value of another type: an error for each
+            place = place[:-1]
+            more = (each["msg"].removeprefix("Input should be ") for each in others if each["loc"][:-1] == place)
+            wanted = ", or ".join([wanted, *more])
+        key = ".".join(map(str, place))
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, ValueError):
             # The message of a section's own check, which may lack the section's name.
             named = not key or f"{key}." in str(cause)
             raise ValueError(str(cause) if named else f"[{key}] {cause}") from None
-        raise ValueError(f"{key} = {first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+        raise ValueError(f"{key} = {first['input']!r}: {wanted}") from None
 
 
 def _with_counts(hint: Any, value: Any, key: str = "") -> Any:

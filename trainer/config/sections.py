@@ -109,7 +109,9 @@ class TrainConfig:
             )
         is_size = isinstance(self.batch_size, int) and self.batch_size >= AUTO_BATCH
         require("train.batch_size", self.batch_size, is_size, f'at least 0, or "auto", in Python {AUTO_BATCH}')
-        require_at_least("train", self, "eval_batch_size epochs log_every timeout_seconds", 1)
+        require_at_least("train", self, "eval_batch_size epochs log_every", 1)
+        timeout = self.timeout_seconds
+        require("train.timeout_seconds", timeout, 1 <= timeout <= 1e9, "from 1 to 10^9, 31 years")
         for name, weight in self.task_weights.items():
             require(f"train.task_weights.{name}", weight, 0 <= weight < inf, "at least 0 and finite")
         fraction = self.validation_fraction

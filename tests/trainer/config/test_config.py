@@ -60,6 +60,9 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ('[optimizer]\nscaling = "sqrt_sta"', "optimizer.scaling = 'sqrt_sta' is not known; did you mean 'sqrt_star'?"),
         ('[optimizer]\nembedding = "fbgemm_cowclip"', "does its own clipping, not clip.rule = 'cowclip'; set"),
         ("[optimizer]\nlr_decay = 0.0", "optimizer.lr_decay must be a word or above 0 and finite, got 0.0"),
+        ('[optimizer]\nlr_decay = "1"',
+         "optimizer.lr_decay = '1': input should be 'none', 'linear' or 'cosine', or a valid number"),
+        ("[train]\ntimeout_seconds = 1e10", "train.timeout_seconds must be from 1 to 10^9"),
         ('[optimizer]\nembedding = "sgd"\nweight_decay = 0.1',
          'optimizer.weight_decay = 0.1 needs optimizer.embedding = "adam", got \'sgd\'; use optimizer.l2'),
         ('[optimizer]\nembedding = "sgd"\nwide = "ftrl"', 'optimizer.wide = "ftrl" needs optimizer.embedding = "adam"'),
@@ -208,6 +211,17 @@ def test_a_batch_size_of_auto_is_the_largest_that_leaves_200_steps(tmp_path: Pat
     )
     cases = ((2 * smaller, epochs), (smaller, epochs), (1 << 20, more - 1), (1 << 20, more))
     assert [bool(warning(*each)) for each in cases] == [True, False, True, False]
+
+
+def test_a_batch_size_of_auto_has_no_more_than_the_samples(tmp_path: Path) -> None:
+    """Its rates would be those of samples that are not there."""
+    config = load(tmp_path, '[train]\nbatch_size = "auto"\nepochs = 200')
+    assert with_defaults(config, 1000).train.batch_size == 512
+
+
+def test_no_batch_size_is_named_where_none_leaves_200_steps(tmp_path: Path) -> None:
+    text = few_steps_warning(load(tmp_path, "[train]\nbatch_size = 1"), 50, 100)
+    assert re.search(r"too few for train.batch_size = 1 to reach what more steps would; set train.epochs to 4", text)
 
 
 def schema(**fields: dict) -> Schema:
