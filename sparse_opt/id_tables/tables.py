@@ -80,7 +80,9 @@ class IdTables:
     Ids 0 and 1 are the reserved rows OUT_OF_VOCABULARY and MISSING and pass through; every other int64 is an id. The
     same id of two features of a shared table is two ids. The *clock* is the newest sample time seen, or, where samples
     have no time, the number of the batch. It never goes back, so callers should drop samples from the future, which
-    would expire ids too early. A table is split into segments by the ids' hash. :meth:`assign` does the following in
+    would expire ids too early. Batches in random order of time, as from a data set that is shuffled, are processed with
+    ``in_order=False`` as if time stood still: no id expires, none is late, and all are counted in one pane of a window;
+    lookups go by the clock. A table is split into segments by the ids' hash. :meth:`assign` does the following in
     each segment, in this order and in the order of the global batch, so that results depend neither on ranks nor on
     threads:
 
@@ -155,7 +157,7 @@ class IdTables:
         self._clock, self._unit = Clock(0, 0, np.uint64(seed % (1 << 64))), _UNKNOWN
 
     def assign(
-        self, ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None = None
+        self, ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None = None, *, in_order: bool = True
     ) -> tuple[np.ndarray, NewRows]:
         """Translates the ids of a training batch, and gives rows to new ones.
 
@@ -163,6 +165,7 @@ class IdTables:
             ids: of this rank's slice, int64 [V].
             splits: feature f has the ids from splits[f] to splits[f + 1], int64 [F + 1].
             times: of the sample that each id belongs to, in seconds since the epoch, int64 [V]; always or never.
+            in_order: whether the times of batches rise, but for late samples.
 
         Returns:
             rows, int64 [V], and the rows given to new ids, which must be reset before the batch is trained on, and
@@ -179,7 +182,8 @@ class IdTables:
         self._unit = _BATCHES if times is None else _SECONDS
         batch = self._clock.batch + 1
         now = batch if times is None else max(self._clock.now, own.newest)
-        self._clock = clock = Clock(now, batch, self._clock.seed)
+        self._clock = Clock(now, batch, self._clock.seed)
+        clock = self._clock if in_order or times is None else self._clock._replace(now=0)
         rows, begins, occurrences = self._sorted(own)
         count = len(occurrences.position)
         counts = np.zeros(len(self._memory.states), np.int64)

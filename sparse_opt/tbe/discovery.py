@@ -268,7 +268,7 @@ def _why_not_kernel(collection: Any, kernel: Any) -> str | None:
     if len({view.dtype for view in tbe.split_embedding_weights()}) != 1 or not all(
         view.dtype.is_floating_point and view.element_size() > 1 for view in tbe.split_embedding_weights()
     ):
-        return "its weights are quantised; use float32, float16 or bfloat16"
+        return "its weights are quantised; use float32 or float16, or on CUDA bfloat16"
     return None
 
 

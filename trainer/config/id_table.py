@@ -50,8 +50,9 @@ class IdConfig:
             `window` ("count"), or at each occurrence with Monolith's probability 1 - 0.05^(1 / threshold)
             ("probabilistic"). Until then it uses the row of unknown ids.
         threshold: see `admission`; at most 65,535.
-        window: sample time after which a count expires, such as "7d"; empty: never.
-        expire_after: sample time after which an id that was not seen loses its row, such as "30d"; empty: never.
+        window: sample time after which a count expires on a stream, such as "7d"; empty: never.
+        expire_after: sample time after which an id that was not seen is unknown, such as "30d", and loses its row on a
+            stream; empty: never.
         tables: settings of single tables, by the name of their field, or by any name for fields that share a table.
     """
 

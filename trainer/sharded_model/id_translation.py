@@ -81,12 +81,16 @@ class IdTranslation:
                 seed=config.train.seed,
             )
 
-    def training(self, batch: Batch) -> Batch:
-        """Translates a batch that is about to be trained on; new ids get rows, which are initialized in the model."""
+    def training(self, batch: Batch, *, in_order: bool = True) -> Batch:
+        """Translates a batch that is about to be trained on; new ids get rows, which are initialized in the model.
+
+        Args:
+            in_order: whether samples come in the order of their times; see :class:`IdTables`.
+        """
         if not self.tables:
             return self.lookup(batch)
         ids, splits = self._flat_ids(batch.sparse)
-        rows, new_rows = self.tables.assign(ids, splits, _times(batch, len(self._fields)))
+        rows, new_rows = self.tables.assign(ids, splits, _times(batch, len(self._fields)), in_order=in_order)
         assert self._row_init is not None
         self._row_init.reset(new_rows)
         return _with_rows(batch, rows)

@@ -1,8 +1,11 @@
 """Readers of a training run, checked before training starts, and padding of their batches to even slices."""
 
 import dataclasses
+import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +18,7 @@ from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes
 from cowrec.data_pipeline.dataset.schema import TIME
 from cowrec.data_pipeline.dataset.shards import shard_path
 from cowrec.sparse_opt.id_tables.config import TIME_LIMIT
+from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 
 
@@ -117,10 +121,15 @@ def even_slice(batch: Batch, world_size: int) -> Batch:
 def _require_times(plan: RunPlan, data_dir: Path) -> None:
     """Raises ValueError if training would end at a time that id tables do not take, by the statistics of the shards.
 
+    So would one in the future, after which nothing that was seen before would be known.
+
     Shards that cannot be read, or are still in an object store, are reported when they are trained on.
     """
-    if not plan.schema.timed or all(spec.ids.kind != "collisionless" for spec in plan.tables):
+    tables = [spec.ids for spec in plan.tables if spec.ids.kind == "collisionless"]
+    if not plan.schema.timed or not tables:
         return
+    ahead = seconds(plan.config.online.ahead, "online.ahead")
+    newest = time.time() + ahead if ahead and any(each.expire_after or each.window for each in tables) else inf
     for number in range(len(plan.schema.split("train").shards)):
         path, bounds = shard_path(data_dir, "train", number), list[int]()
         with suppress(OSError, pa.ArrowException):
@@ -133,6 +142,12 @@ def _require_times(plan: RunPlan, data_dir: Path) -> None:
             raise ValueError(
                 f"{path} has sample times from {min(bounds)} to {max(bounds)}, and id tables take Unix seconds in"
                 " [0, 2^32), the years 1970 to 2106; prepare the data again without such samples"
+            )
+        if bounds and max(bounds) > newest:
+            raise ValueError(
+                f"{path} has a sample time of {datetime.fromtimestamp(max(bounds), UTC):%Y-%m-%d %H:%M}, more than"
+                f" online.ahead = {plan.config.online.ahead!r} ahead of this machine's clock, by which all other ids"
+                " would expire; prepare the data again without such samples, or raise online.ahead"
             )
 
 

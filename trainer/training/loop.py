@@ -147,6 +147,11 @@ class _EpochRun:
                 f"warning: train.batch_ramp = {self.config.train.batch_ramp} has no effect: train.batch_size ="
                 f" {sizes[0]:,} is not above optimizer.base_batch_size = {sizes[1]:,}, where a ramp begins"
             )
+        if any(spec.ids.kind == "collisionless" and spec.ids.window for spec in self.plan.tables):
+            self.trainer.warn(
+                "warning: id_table.window has no effect on a data set, whose samples are read in random order: all"
+                " occurrences count; on a stream it has one"
+            )
         if not (resume and self.resume()) and self.config.train.warm_start:
             warm_start(self.state, timed=self.plan.schema.timed)
         with self.trainer.open_log() as log, stop_requests(self.process) as stop:
@@ -170,7 +175,8 @@ class _EpochRun:
         """Trains to the end of the epoch. Only steps after which metrics are written wait for the device."""
         steps = self.reader.steps(self.epoch)
         slices = self.reader.epoch(self.epoch, self.epoch_step)
-        batches = (self.state.ids.training(even_slice(each, self.process.world_size)) for each in slices)
+        ranks, translated = self.process.world_size, self.state.ids.training
+        batches = (translated(even_slice(each, ranks), in_order=False) for each in slices)
         self.state.pipeline.reset()
         self.speed.start(self._done())
         while self.epoch_step < steps:

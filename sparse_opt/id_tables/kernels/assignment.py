@@ -285,7 +285,7 @@ def _admit(candidates, occurrences, segment, clock):
     Admitted ids with an expired row keep it. Returns how many rows are wanted.
     """
     state, table = segment.state, segment.table
-    pane = clock.now // table.pane_length if table.pane_length > 0 else np.int64(0)
+    pane = max(clock.now // table.pane_length, state.pane) if table.pane_length > 0 else np.int64(0)
     wanted = 0
     for c in range(len(candidates)):
         count, hashed = candidates[c, TIMES], occurrences.hash[candidates[c, FIRST]]

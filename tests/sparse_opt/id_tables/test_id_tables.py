@@ -94,6 +94,35 @@ def test_batches_match_plain_dictionaries(config: IdTableConfig, timed: bool, ma
         now += int(rng.choice([0, 1, 3, 25], p=[0.3, 0.4, 0.25, 0.05]))
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_batches_in_random_order_of_time(before: bool) -> None:
+    """They are processed as without expiry and window; lookups go by the newest sample, and so do later batches.
+
+    Also after batches in order, which have left a later clock and a later pane.
+    """
+    rng, day, count = np.random.default_rng(0), 86400, partial(Admission, "count", 3, counters=1 << 20)
+    ids, times = rng.zipf(1.5, 4000) % 300 + 2, rng.permutation(np.arange(4000) * 60 * day // 4000)
+    timed = table(400, when_full="refuse", expire_after=10 * day, admission=count(window=day))
+    plain = table(400, when_full="refuse", admission=count())
+    last = dict.fromkeys(range(2, 302), -1)
+    for each in (timed, plain) if before else ():
+        each.assign(*one(7, 7, 7, 8, 8), np.full(5, 90 * day))
+        last[7] = 90 * day
+    for part in np.array_split(np.arange(4000), 40):
+        rows, expected = (each.assign(*one(*ids[part]), times[part], in_order=False)[0] for each in (timed, plain))
+        assert rows.tolist() == expected.tolist()
+        for id, seen in zip(ids[part][rows > 0].tolist(), times[part][rows > 0].tolist(), strict=True):
+            last[id] = max(last[id], seen)
+    assert [timed.counters()["t"][name] for name in ("late", "expired")] == [0, 0]
+    newest = max(last.values())
+    alive = np.array([0 <= last[id] >= newest - 10 * day for id in range(2, 302)])
+    known = plain.rows_of(*one(*range(2, 302)))
+    assert 0 < alive.sum() < (known > 0).sum()
+    assert timed.rows_of(*one(*range(2, 302))).tolist() == np.where(alive, known, 0).tolist()
+    later = [timed.assign(*one(400), np.array([newest + after * day]))[0][0] for after in (1, 3, 5, 5, 5)]
+    assert [row > 0 for row in later] == [False] * 4 + [True], "at the third within a day"
+
+
 def test_two_ids_never_share_a_row() -> None:
     """100,000 ids while the slots grow; every row is within the table."""
     tables = table(120_000, when_full="refuse")

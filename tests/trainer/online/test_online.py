@@ -35,7 +35,7 @@ from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.training.loop import MOST_SET_ASIDE, train
 from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, followed, make_case, write_stream
 from refusal import refused
-from run_comparison import assert_same, up_to_date, wait_for
+from run_comparison import assert_close, assert_same, up_to_date, wait_for
 from trained_runs import metrics, write_network
 from trainer_cases import checkpoint, edit_column, free_port, interrupted, make_data, tensors
 
@@ -283,12 +283,31 @@ def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Pat
     edit_column(early / "train" / "00000.parquet", "time", 3, -1)
     given = load_config(case / "run.toml")
     refused("has sample times from -1 to .*, the years 1970 to 2106", train, given, early, tmp_path / "other")
+    edit_column(early / "train" / "00000.parquet", "time", 3, 4_102_444_800)
+    refused("has a sample time of 2100-01-01 00:00, more than online.ahead = '1d'", train, given, early, tmp_path / "x")
     weighted = shutil.copytree(case / "data", tmp_path / "weighted")
     schema = json.loads((weighted / "schema.json").read_text())
     (weighted / "schema.json").write_text(json.dumps(schema | {"sample_weights": True}))
     with pytest.raises(ValueError, match="takes one label and no sample weights"):
         online(load_config(case / "run.toml"), weighted, str(case / "incoming"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_no_id_is_late_in_the_random_order_of_a_data_set(case: Path, tmp_path: Path, caplog: Any) -> None:
+    """Rows and weights are those of a run without expiry; what has expired at the end is unknown in evaluation."""
+    counts = ["id_table.admission=count", "id_table.threshold=2"]
+    for name, expiry in (("with", ["expire_after=3d", "window=1d"]), ("without", ["expire_after=''"])):
+        settings = [*counts, *(f"id_table.{each}" for each in expiry), "id_table.capacity=20000"]
+        train(load_config(case / "run.toml", settings), case / "data", tmp_path / name)
+    assert "id_table.window has no effect on a data set" in caplog.text
+    last, plain = (metrics(tmp_path / name, "ids")[-1] for name in ("with", "without"))
+    for table in ("C1", "C2", "C3"):
+        assert last[table]["late"] == last[table]["expired"] == 0
+        assert last[table]["admitted"] == plain[table]["admitted"]
+    one, other = (up_to_date(tmp_path / name) for name in ("with", "without"))
+    assert_close(*({key: value for key, value in each.items() if "/id_tables" not in key} for each in (one, other)))
+    qualities = [metrics(tmp_path / name, "eval")[-1]["logloss"] for name in ("with", "without")]
+    assert qualities[0] != qualities[1]
 
 
 @pytest.mark.parametrize("raw_ids", [False, True])
