@@ -215,8 +215,12 @@ class KafkaSource:
             "fetch.wait.max.ms": 50,
             "fetch.message.max.bytes": PARTITION_BYTES,
         }
+        given = dict(settings or {})
+        for name in ("auto.offset.reset", "enable.partition.eof"):  # else lost messages and ends would pass unnoticed
+            if name in given:
+                raise ValueError(f"{name} of the address must be {str(ours[name]).lower()}, as it is; leave it out")
         try:
-            self._consumer = self._kafka.Consumer(ours | dict(settings or {}), logger=self._log)
+            self._consumer = self._kafka.Consumer(ours | given, logger=self._log)
         except self._kafka.KafkaException as error:
             raise ValueError(f"librdkafka does not accept the settings of the address: {error.args[0].str()}") from None
         try:
