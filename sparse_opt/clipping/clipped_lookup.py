@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cowrec.sparse_opt.kernels.layout import LookupBackward
 from cowrec.sparse_opt.tbe.column_shards import ColumnShards, Groups, column_partners
@@ -132,6 +133,25 @@ class Accumulation:
     def drop(self) -> None:
         """Forgets the passes that wait."""
         self._waiting, self._finite = [], []
+
+    def forget(self, table: int, rows: Tensor) -> None:
+        """Leaves rows of a table, int64 [n], that belong to new ids out of the passes that wait."""
+        self._waiting = [self._without(each, table, rows) for each in self._waiting]
+
+    def _without(self, backward: LookupBackward, table: int, rows: Tensor) -> LookupBackward:
+        indices, offsets, blocks, _ = backward.bags
+        begin, end = offsets[blocks.first_bag[blocks.first_block[table : table + 2]]].tolist()
+        kept = torch.ones(len(indices), dtype=torch.bool, device=indices.device)
+        kept[begin:end] = ~torch.isin(indices[begin:end], rows.to(indices))
+        # In sequences, where every id is a bag, a feature's ids of one pass move together, as in _joined.
+        bags = blocks.first_bag if self._bags.is_sequence else offsets
+        inputs = {"indices": indices[kept], "offsets": functional.pad(kept.cumsum(0), (1, 0))[bags.long()]}
+        weights, grad = backward.id_weights, backward.output_grad
+        return LookupBackward(
+            self._bags.of(inputs),
+            None if weights is None else weights[kept],
+            grad[kept] if self._bags.is_sequence else grad,
+        )
 
     def add(self, backward: LookupBackward, finite: Tensor | None) -> LookupBackward | None:
         """Adds a pass; returns the passes of a step as one once they are complete, else None.

@@ -20,7 +20,13 @@ from torch.amp import GradScaler
 
 from cowrec.sparse_opt.kernels.layout import LookupBackward, LookupBags, LookupIds
 from cowrec.sparse_opt.kernels.torch_rows import parts_of_positions
-from cowrec.sparse_opt.tbe.discovery import grad_scalers_in_use, leave_ddp, lookup_modules, sharded_collections
+from cowrec.sparse_opt.tbe.discovery import (
+    grad_scalers_in_use,
+    is_pruned,
+    leave_ddp,
+    lookup_modules,
+    sharded_collections,
+)
 from cowrec.sparse_opt.tbe.lookup import ShardedCollection
 
 from .clipped_lookup import ClippedLookup
@@ -41,8 +47,8 @@ DEFAULT_SCALES = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4)
 class LookupsHandle:
     """Clip statistics of a model, and the removal of the clip; returned by :func:`attach_cowclip`."""
 
-    def __init__(self, lookups: Sequence[ClippedLookup], undo: Sequence[Callable[[], None]]):
-        self._lookups, self._undo = list(lookups), list(undo)
+    def __init__(self, lookups: Sequence[ClippedLookup], undo: Sequence[Callable[[], None]], *, is_pruned: bool):
+        self._lookups, self._undo, self._is_pruned = list(lookups), list(undo), is_pruned
 
     def stats(self) -> dict[str, TableStats]:
         """Statistics of each table, over the rows that this process holds. Waits for the device, once.
@@ -109,11 +115,18 @@ class LookupsHandle:
         number of those that are left before a last, shorter step. Passes that wait for others are dropped with a
         warning, as they are when the model loads a state; call it too after an exception in a backward pass.
 
+        A row that managed collision gives to a new id meanwhile is left out of the passes that wait.
+
         Raises:
-            ValueError: ``passes`` is below 1.
+            ValueError: ``passes`` is below 1, or several under TorchRec's ITEP.
         """
         if passes < 1:
             raise ValueError(f"accumulate takes at least 1 backward pass, got {passes}")
+        if passes > 1 and self._is_pruned:
+            raise ValueError(
+                f"accumulate({passes}) would train rows that ITEP gives to other ids with the gradients of their"
+                " earlier ones, which wait; take a step for each pass"
+            )
         _drop_waiting(self._lookups)
         for each in self._lookups:
             each.accumulation.passes = passes
@@ -143,6 +156,7 @@ def wrap_lookups(
     called: Mapping[ShardedCollection, nn.Module],
     lookups: Sequence[ClippedLookup],
     look_up: Callable[[ClippedLookup, Forward, Inputs], Tensor],
+    evicted: Callable[[ClippedLookup, int, Tensor], None] = lambda *_: None,
     owner: Any = None,
 ) -> LookupsHandle:
     """Replaces the forward of lookups by ``look_up(clipped lookup, its forward, inputs) -> output``.
@@ -153,6 +167,8 @@ def wrap_lookups(
         called: the model's collections, none of them attached, and the modules whose calls run them.
         lookups: their lookups on this rank.
         look_up: new forward.
+        evicted: called with a lookup, the number of a table in it, and its rows that managed collision gives to new
+            ids, int64 [n].
         owner: what :func:`attached_to` returns, whose ``remove()`` detaches; by default the handle.
     """
     undo, warn_unequal = list[Callable[[], None]](), _warn_once_of_unequal_calls(lookups)
@@ -164,7 +180,11 @@ def wrap_lookups(
             collection.register_load_state_dict_post_hook(partial(_drop_waiting, own)).remove,
             partial(delattr, collection, _ATTACHED),
         ]
-    handle = LookupsHandle(lookups, [*undo, *(_wrap_lookup(each, look_up) for each in lookups)])
+    pruned = [collection for collection, module in called.items() if is_pruned(module)]
+    for each in (each for each in lookups if each.lookup.collection not in pruned):
+        undo.append(each.lookup.follow_evictions(partial(_forget, each, evicted)))
+    undo += [_wrap_lookup(each, look_up) for each in lookups]
+    handle = LookupsHandle(lookups, undo, is_pruned=bool(pruned))
 
     def attached() -> tuple[LookupsHandle, Any]:  # a function, which a copy of the model shares
         return handle, handle if owner is None else owner
@@ -172,6 +192,11 @@ def wrap_lookups(
     for each in called:
         setattr(each, _ATTACHED, attached)
     return handle
+
+
+def _forget(clipped: ClippedLookup, evicted: Callable[..., None], table: int, rows: Tensor) -> None:
+    clipped.accumulation.forget(table, rows)
+    evicted(clipped, table, rows)
 
 
 def attached_to(collection: ShardedCollection) -> Any:

@@ -16,13 +16,23 @@ from torchrec.optim.fused import FusedOptimizer
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip
-from cowrec.sparse_opt.clipping.handle import DEFAULT_SCALES, LookupsHandle, LossScale, require_unattached, wrap_lookups
+from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
+from cowrec.sparse_opt.clipping.handle import (
+    DEFAULT_SCALES,
+    Forward,
+    Inputs,
+    LookupsHandle,
+    LossScale,
+    require_unattached,
+    wrap_lookups,
+)
 from cowrec.sparse_opt.clipping.requirements import clipped_lookups
 from cowrec.sparse_opt.clipping.statistics import TableStats
 from cowrec.sparse_opt.clipping.table_rules import named_tables, table_rules
 from cowrec.sparse_opt.tbe.discovery import (
     called_modules,
     column_split_tables,
+    is_pruned,
     raised_on_all_ranks,
     sharded_collections,
     table_names,
@@ -105,6 +115,11 @@ class EmbeddingAdam(FusedOptimizer):
         clipped = clipped_lookups(model, self._rules, clip_columns, is_scaled=loss_scale.is_used)
         collections, called = sharded_collections(model), called_modules(model)
         require_unattached(called)
+        for module in filter(is_pruned, called.values()):
+            raise ValueError(
+                f"{type(module).__name__} (ITEP) gives rows to other ids, whose moments EmbeddingAdam would keep; use"
+                " attach_cowclip under a fused optimizer, or TorchRec's managed collision"
+            )
         names = dict(table_names(model))
         with raised_on_all_ranks(model):
             require_replaceable([each.lookup for each in clipped])
@@ -124,15 +139,21 @@ class EmbeddingAdam(FusedOptimizer):
         state = {weight: own for each in self.collections for weight, own in each.of_param.items()}
         super().__init__(params, state, [{"params": list(params.values()), "lr": config.lr}])
         adam_of = {adam.clipped: adam for adam in self.lookups}
+        collection_of = {adam.clipped: each for each in self.collections for adam in each.lookups}
+
+        def look_up(clipped: ClippedLookup, forward: Forward, inputs: Inputs) -> Tensor:
+            collection_of[clipped].take_missed_steps()  # a pipeline may look up before it calls the collection
+            return adam_of[clipped].look_up(lambda: self.lr, loss_scale, forward, inputs)
+
         self._handle: LookupsHandle = wrap_lookups(
             called,
             clipped,
-            lambda each, forward, inputs: adam_of[each].look_up(lambda: self.lr, loss_scale, forward, inputs),
+            look_up,
+            lambda each, table, rows: adam_of[each].forget_rows(table, rows),
             owner=self,
         )
         for collection in self.collections:
             collection.hook(called[collection.collection])
-        self._evictions = [adam.follow_evictions() for adam in self.lookups]
 
     @property
     def lr(self) -> float:
@@ -184,8 +205,6 @@ class EmbeddingAdam(FusedOptimizer):
         Calling it again has no effect.
         """
         self.flush()
-        while self._evictions:
-            self._evictions.pop()()
         for collection in self.collections:
             collection.unhook()
         self._handle.remove()

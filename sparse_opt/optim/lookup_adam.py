@@ -3,10 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
 from threading import RLock
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -250,25 +247,11 @@ class LookupAdam:
             rows = self.clipped.layout.first_row[shard.to(elements.device)] + row.to(elements.device)
             self.last_step[rows] = self._step
 
-    def follow_evictions(self) -> Callable[[], None]:
-        """Resets the state of rows that TorchRec's managed collision gives to new ids; returns what ends that."""
-        module: Any = self.lookup.module
-        if self.lookup.has_dense_gradient:
-            return lambda: None
-        reset_fused = module.reset_embedding_weight_momentum
-
-        def reset(
-            pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor
-        ) -> None:
-            reset_fused(pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids)
-            tables, bounds = logical_table_ids.tolist(), pairwise(pruned_indices_offsets.tolist())
-            for table, (begin, end) in zip(tables, bounds, strict=True):
-                row, dim = pruned_indices[begin:end].to(self.last_step.device), self.lookup.shards[table].embedding_dim
-                elements = self.lookup.weight_offsets[table] + row[:, None] * dim
-                self.forget(elements + torch.arange(dim, device=row.device), torch.full_like(row, table), row)
-
-        module.reset_embedding_weight_momentum = reset
-        return partial(delattr, module, "reset_embedding_weight_momentum")
+    def forget_rows(self, table: int, rows: Tensor) -> None:
+        """Does :meth:`forget` for rows of one table, int64 [n]."""
+        row, dim = rows.to(self.last_step.device), self.lookup.shards[table].embedding_dim
+        elements = self.lookup.weight_offsets[table] + row[:, None] * dim
+        self.forget(elements + torch.arange(dim, device=row.device), torch.full_like(row, table), row)
 
     def count_step(self) -> None:
         """Counts a step that a captured CUDA graph has taken, in which no code of this class ran."""

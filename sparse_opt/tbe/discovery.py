@@ -24,7 +24,7 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbedding,
     BatchedFusedEmbeddingBag,
 )
-from torchrec.distributed.types import ShardingEnv2D, ShardingType
+from torchrec.distributed.types import ShardedModule, ShardingEnv2D, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
@@ -73,6 +73,11 @@ def called_modules(model: nn.Module) -> dict[ShardedCollection, nn.Module]:
     """
     inner = {id(_inner(each)): each for each in model.modules()}
     return {each: inner.get(id(each), each) for each in sharded_collections(model).values()}
+
+
+def is_pruned(called: nn.Module) -> bool:
+    """True for a module of :func:`called_modules` that prunes its tables (ITEP): rows are given to other ids."""
+    return hasattr(called, "_itep_module")
 
 
 def lookup_modules(collection: ShardedCollection) -> list[nn.Module]:
@@ -188,7 +193,9 @@ _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "
 
 
 def _inner(module: nn.Module) -> nn.Module | None:
-    return next((getattr(module, name) for name in _INNER if hasattr(module, name)), None)
+    """The collection whose lookups one of TorchRec's shares; modules of users may have such attributes too."""
+    names = _INNER if isinstance(module, ShardedModule) else ()
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 
 def _outermost_collections(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -200,7 +207,7 @@ def _outermost_collections(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _collections_below(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    has_lookups = hasattr(model, "_lookups") and _inner(model) is None
+    has_lookups = isinstance(model, ShardedModule) and hasattr(model, "_lookups") and _inner(model) is None
     if isinstance(model, _UNSHARDED) or has_lookups:
         yield path, model
         return
@@ -242,7 +249,10 @@ def _table_configs(collection: nn.Module) -> list[Any]:
 def _why_not(collection: nn.Module) -> str:
     kind = type(collection).__name__
     if isinstance(collection, _UNSHARDED):
-        return f"{kind} is not sharded; wrap the model in torchrec.distributed.DistributedModelParallel first"
+        return (
+            f"{kind} is not sharded; wrap the model in torchrec.distributed.DistributedModelParallel first, under a"
+            " plan that has it"
+        )
     return f"only tables of an EmbeddingBagCollection or an EmbeddingCollection can be clipped, not those of a {kind}"
 
 

@@ -7,7 +7,8 @@ tests/sparse_opt/tbe name the versions they were tested with. Terms: a lookup is
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -112,6 +113,27 @@ class TbeLookup:
     def pool_by(self, *, mean: bool) -> None:
         """Switches the TBE to means, or to sums; for a mean callers then weight ids by 1/length (exact everywhere)."""
         self.module.pooling_mode = PoolingMode.MEAN if mean else PoolingMode.SUM
+
+    def follow_evictions(self, evicted: Callable[[int, Tensor], None]) -> Callable[[], None]:
+        """Makes managed collision call ``evicted(table, rows)`` when it gives rows, int64 [n], of a table to new ids.
+
+        Returns a function that ends it.
+        """
+        module: Any = self.module
+        if self.has_dense_gradient:
+            return lambda: None
+        reset_fused = module.reset_embedding_weight_momentum
+
+        def reset(
+            pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor
+        ) -> None:
+            reset_fused(pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids)
+            tables, bounds = logical_table_ids.tolist(), pairwise(pruned_indices_offsets.tolist())
+            for table, (begin, end) in zip(tables, bounds, strict=True):
+                evicted(table, pruned_indices[begin:end])
+
+        module.reset_embedding_weight_momentum = reset
+        return partial(delattr, module, "reset_embedding_weight_momentum")
 
     @property
     def pools_on_cpu(self) -> bool:

@@ -244,6 +244,30 @@ def test_refuses_models_without_sharded_tables() -> None:
     refused("table 'x' cannot be clipped: .*is not sharded", attach_cowclip, unsharded, RULE)
 
 
+@pytest.mark.parametrize("name", ["_lookups", "_embedding_bag_collection", "_embedding_module"])
+def test_a_users_module_may_have_attributes_like_torchrecs(name: str) -> None:
+    """Its collections are clipped, and guarded where their own call runs them."""
+    collection, holder = sharded_model(small_problem()).module.c0, nn.Module()
+    setattr(holder, name, nn.ModuleDict({"x": collection}) if name == "_lookups" else collection)
+    handle = attach_cowclip(holder, RULE)
+    assert handle.stats().keys() == {"t0", "t1", "t2"}
+    collection._lookups.clear()
+    collection._create_lookups()  # as resharding does
+    with pytest.raises(RuntimeError, match="were rebuilt after attaching"):
+        collection(KeyedJaggedTensor(["a", "b", "c"], torch.arange(3), lengths=torch.ones(3, dtype=torch.int64)))
+
+
+def test_tables_that_torchrec_prunes_neither_accumulate_nor_have_moments() -> None:
+    """Without the operators of ITEP, which need a GPU; it gives rows to other ids within a forward pass."""
+    kind = pytest.importorskip("torchrec.distributed.itep_embeddingbag").ShardedITEPEmbeddingBagCollection
+    pruned = kind.__new__(kind)
+    nn.Module.__init__(pruned)
+    pruned._embedding_bag_collection, pruned._itep_module = sharded_model(small_problem()).module.c0, nn.Module()
+    model = nn.Sequential(pruned)
+    refused(r"ShardedITEPEmbeddingBagCollection \(ITEP\) gives rows to other ids", EmbeddingAdam, model, AdamConfig())
+    refused(r"accumulate\(2\) would train rows that ITEP", attach_cowclip(model, RULE).accumulate, 2)
+
+
 @pytest.mark.parametrize("change", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": 0.0}, {"l2": float("nan")}])
 def test_adam_settings(change: dict[str, Any]) -> None:
     refused(f"adam {next(iter(change))} is out of range", AdamConfig, **change)

@@ -27,7 +27,12 @@ from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
-from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
+from torchrec.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -324,11 +329,11 @@ def test_resets_before_the_step_of_an_earlier_batch_are_refused() -> None:
 ROWS = 16
 
 
-def sharded(bags: bool) -> DistributedModelParallel:
+def sharded(bags: bool, policy: Any = LFU_EvictionPolicy, interval: int = 2) -> DistributedModelParallel:
     config, kind = (EmbeddingBagConfig, EmbeddingBagCollection) if bags else (EmbeddingConfig, EmbeddingCollection)
     table = config(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
     remapped = MCHManagedCollisionModule(
-        zch_size=ROWS, device=CPU, input_hash_size=4000, eviction_interval=2, eviction_policy=LFU_EvictionPolicy()
+        zch_size=ROWS, device=CPU, input_hash_size=4000, eviction_interval=interval, eviction_policy=policy()
     )
     managed = ManagedCollisionEmbeddingBagCollection if bags else ManagedCollisionEmbeddingCollection
     model = torch.nn.Sequential()
@@ -374,6 +379,36 @@ def test_rows_of_managed_collision_are_clipped(bags: bool) -> None:
         factor = (limit / before.grad.norm(dim=1)).clamp(max=1).nan_to_num(0)
         torch.testing.assert_close(shard.tensor, before - 0.1 * factor[:, None] * before.grad)
     assert 0 < handle.stats()["t"].clipped_share < 1
+
+
+@pytest.mark.parametrize("bags", [True, False])
+def test_a_row_of_a_new_id_is_left_out_of_the_passes_that_wait(bags: bool) -> None:
+    """Against autograd on the ids that still have their rows; the others' gradients go with their rows."""
+    torch.manual_seed(0)
+    model, evicted = sharded(bags, LRU_EvictionPolicy, interval=1), list[Tensor]()
+    handle, evict = attach_cowclip(model, CowClip(r=0.37, zeta=1e-3)), model.module.mc._evict
+    handle.accumulate(2)
+    model.module.mc._evict = lambda rows: (
+        evict(rows),
+        evicted.extend(each for each in rows.values() if each is not None),
+    )
+    (weights,) = (each for key, each in model.state_dict().items() if key.endswith("t.weight"))
+    (shard,), lost = weights.local_shards(), 0
+    for step in range(1, 31, 2):
+        first, rows = looked_up(model, step)
+        (first**3).sum().backward()
+        evicted.clear()
+        second, more_rows = looked_up(model, step + 1)
+        kept = rows[~torch.isin(rows, torch.cat([*evicted, torch.arange(0)]))]
+        lost += len(rows) - len(kept)
+        rows, before = torch.cat([kept, more_rows]), shard.tensor.clone().requires_grad_()
+        (before[rows] ** 3).sum().backward()
+        (second**3).sum().backward()
+        assert before.grad is not None
+        limit = rows.bincount(minlength=ROWS) * (0.37 * before.norm(dim=1)).clamp(min=1e-3)
+        factor = (limit / before.grad.norm(dim=1)).clamp(max=1).nan_to_num(0)
+        torch.testing.assert_close(shard.tensor, before - 0.1 * factor[:, None] * before.grad)
+    assert lost > 20
 
 
 @pytest.mark.parametrize("bags", [True, False])

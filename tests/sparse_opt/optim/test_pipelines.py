@@ -126,6 +126,28 @@ def test_semi_synchronous_training_equals_a_loop_that_looks_up_ahead(mode: str) 
     assert_trains_as(model, outputs, *loop_one_lookup_ahead("dense" if mode == "replay" else mode))
 
 
+@pytest.mark.usefixtures("streams_on_cpu")
+def test_a_pipeline_goes_on_from_weights_that_were_written_in_place() -> None:
+    """As a plain loop does: steps that rows had missed do not move them, though the pipeline looks up first."""
+    tables = []
+    for train in (run, loop):
+        model, optimizer = started("replay")
+        state = model.state_dict()
+        parts = [each.local_shards()[0].tensor for each in state.values() if hasattr(each, "local_shards")]
+        saved = [each.clone() for each in parts]
+        loop(model, optimizer, batches()[:6])
+        for part, earlier in zip(parts, saved, strict=True):
+            part.copy_(earlier)
+        model.load_state_dict(state)
+        network = torch.optim.SGD([model.module.weight], lr=0)
+        if train is loop:
+            loop(model, network, batches()[:1])
+        else:
+            TrainPipelineSemiSync(model, network, CPU, start_batch=0).progress(iter(batches()[:1]))
+        tables.append(state_of(model))
+    assert_equal(*tables)
+
+
 class StreamOnCpu(torch.cpu.Stream):
     device = CPU
 
