@@ -217,12 +217,14 @@ class KafkaSource:
         }
         given = dict(settings or {})
         for name in ("auto.offset.reset", "enable.partition.eof"):  # else lost messages and ends would pass unnoticed
-            if name in given:
+            if name in {each.removeprefix("topic.") for each in given}:
                 raise ValueError(f"{name} of the address must be {str(ours[name]).lower()}, as it is; leave it out")
         try:
             self._consumer = self._kafka.Consumer(ours | given, logger=self._log)
         except self._kafka.KafkaException as error:
             raise ValueError(f"librdkafka does not accept the settings of the address: {error.args[0].str()}") from None
+        except (TypeError, AttributeError) as error:  # of a name that means a function
+            raise ValueError(f"the address has settings that are none of text: {error}; leave them out") from None
         try:
             self._partitions = self._partitions_now(ANSWER_SECONDS)
         except self._kafka.KafkaException as error:

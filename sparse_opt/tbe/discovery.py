@@ -185,7 +185,7 @@ def leave_ddp(collection: ShardedCollection, kernels: Collection[nn.Module]) -> 
 
 _DDP_ARGUMENTS = ("device_ids", "process_group", "gradient_as_bucket_view", "static_graph")
 """Of torch's DistributedDataParallel, those that TorchRec gives unlike the defaults; attributes keep their values."""
-_INNER = ("_embedding_bag_collection", "_embedding_module")
+_INNER = ("_embedding_bag_collection", "_embedding_collection", "_embedding_module")
 """Attributes with the collection whose lookups a collection shares, which processes features or manages collisions."""
 _UNSHARDED = (EmbeddingBagCollection, EmbeddingCollection, FusedEmbeddingBagCollection)
 _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -8,7 +8,6 @@ tests/sparse_opt/tbe name the versions they were tested with. Terms: a lookup is
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -128,9 +127,9 @@ class TbeLookup:
             pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor
         ) -> None:
             reset_fused(pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids)
-            tables, bounds = logical_table_ids.tolist(), pairwise(pruned_indices_offsets.tolist())
-            for table, (begin, end) in zip(tables, bounds, strict=True):
-                evicted(table, pruned_indices[begin:end])
+            offsets = pruned_indices_offsets.tolist()
+            for table, buffer in zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True):
+                evicted(table, pruned_indices[offsets[buffer] : offsets[buffer + 1]])
 
         module.reset_embedding_weight_momentum = reset
         return partial(delattr, module, "reset_embedding_weight_momentum")

@@ -46,6 +46,8 @@ SETTINGS = [
     (open_source, {"address": "redis://127.0.0.1:1/0"}, "must name a stream"),
     (open_source, {"address": "kafka://broker:1"}, "must be kafka://broker"),
     (open_source, {"address": "kafka://b:1/t?auto.offset.reset=latest"}, "offset.reset of the address must be error"),
+    (open_source, {"address": "kafka://b:1/t?topic.auto.offset.reset=latest"}, "offset.reset of the address must be"),
+    (open_source, {"address": "kafka://b:1/t?error_cb=x"}, "the address has settings that are none of text"),
     (open_source, {"address": "kafka://b:1/t?enable.partition.eof=no"}, "partition.eof of the address must be true"),
     (open_source, {"address": "http://somewhere/"}, "must be a folder, redis:// or kafka://, got http://"),
     (open_source, {"address": "no/such/folder"}, "is not a folder"),

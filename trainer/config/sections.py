@@ -342,7 +342,8 @@ class OnlineConfig:
             it is counted in both cases.
         duplicates_window: number of latest samples whose `sample_id` is remembered; a repeated sample is left out.
         ahead: a sample whose time is further ahead of this machine's clock is malformed, since it would make all others
-            late and expire ids; a data set with one is refused where ids expire. Empty: no limit.
+            late and expire ids; so is a data set with one, on a local disk, under id_table.expire_after or window.
+            Empty: no limit.
         max_wait_seconds: time without a new sample after which a partial batch is trained on; 0: never.
         window: sample time over which progressive AUC, logloss and calibration are computed.
         snapshot_seconds: time between two checkpoints.

@@ -38,7 +38,8 @@ class OwnCode:
 def own_code(key: str, name: str) -> OwnCode:
     """Describes the code that a key of a configuration names, which has been imported."""
     folder, top = _folder(name), _folder(name) / name.partition(":")[0].partition(".")[0]
-    files = {file for module in list(sys.modules.values()) if (file := file_of(module)) and file.is_file()}
+    modules = [module for name, module in list(sys.modules.items()) if name not in ("__main__", "__mp_main__")]
+    files = {file for module in modules if (file := file_of(module)) and file.is_file()}
     own = sorted(file for file in files if (top in file.parents if top.is_dir() else file.parent == folder))
     return OwnCode(key, name, str(folder), {str(file.relative_to(folder)): checksum(file) for file in own})
 

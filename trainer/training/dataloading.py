@@ -146,8 +146,8 @@ def _require_times(plan: RunPlan, data_dir: Path) -> None:
         if bounds and max(bounds) > newest:
             raise ValueError(
                 f"{path} has a sample time of {datetime.fromtimestamp(max(bounds), UTC):%Y-%m-%d %H:%M}, more than"
-                f" online.ahead = {plan.config.online.ahead!r} ahead of this machine's clock, by which all other ids"
-                " would expire; prepare the data again without such samples, or raise online.ahead"
+                f" online.ahead = {plan.config.online.ahead!r} ahead of this machine's clock: all that was seen before"
+                " would be long past; prepare the data again without such samples, or raise online.ahead"
             )
 
 

@@ -257,14 +257,17 @@ def test_a_users_module_may_have_attributes_like_torchrecs(name: str) -> None:
         collection(KeyedJaggedTensor(["a", "b", "c"], torch.arange(3), lengths=torch.ones(3, dtype=torch.int64)))
 
 
-def test_tables_that_torchrec_prunes_neither_accumulate_nor_have_moments() -> None:
+@pytest.mark.parametrize("bags", [True, False])
+def test_tables_that_torchrec_prunes_neither_accumulate_nor_have_moments(bags: bool) -> None:
     """Without the operators of ITEP, which need a GPU; it gives rows to other ids within a forward pass."""
-    kind = pytest.importorskip("torchrec.distributed.itep_embeddingbag").ShardedITEPEmbeddingBagCollection
-    pruned = kind.__new__(kind)
+    itep = pytest.importorskip("torchrec.distributed.itep_embeddingbag")
+    kind = itep.ShardedITEPEmbeddingBagCollection if bags else itep.ShardedITEPEmbeddingCollection
+    pruned, name = kind.__new__(kind), "_embedding_bag_collection" if bags else "_embedding_collection"
     nn.Module.__init__(pruned)
-    pruned._embedding_bag_collection, pruned._itep_module = sharded_model(small_problem()).module.c0, nn.Module()
+    setattr(pruned, name, sharded_model(small_problem(**{} if bags else {"sequence": True})).module.c0)
+    pruned._itep_module = nn.Module()
     model = nn.Sequential(pruned)
-    refused(r"ShardedITEPEmbeddingBagCollection \(ITEP\) gives rows to other ids", EmbeddingAdam, model, AdamConfig())
+    refused(rf"{kind.__name__} \(ITEP\) gives rows to other ids", EmbeddingAdam, model, AdamConfig())
     refused(r"accumulate\(2\) would train rows that ITEP", attach_cowclip(model, RULE).accumulate, 2)
 
 

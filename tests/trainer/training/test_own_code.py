@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.data_pipeline.files import checksum
 from cowrec.trainer import evaluate, export_model, train
 from cowrec.trainer.config.run import load_config, with_defaults
+from cowrec.trainer.runs.own_code import own_code
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.serving.served_model import ServedModel
@@ -81,6 +83,16 @@ def test_a_sweep_does_not_go_on_with_another_network(folder: Path, tmp_path: Pat
     forget()
     with pytest.raises(ValueError, match=r"my_network.py is not as .*grid/runs/.* was trained with it"):
         sweep(load_config(file), folder / "data", tmp_path / "grid", grid)
+
+
+def test_the_script_that_trains_is_no_code_of_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies in the same folder, and is imported under this name in a subprocess."""
+    forget()
+    config, script = load_config(write_example(tmp_path)), ModuleType("__mp_main__")
+    script.__file__ = str(tmp_path / "my_grid.py")
+    (tmp_path / "my_grid.py").touch()
+    monkeypatch.setitem(sys.modules, "__mp_main__", script)
+    assert own_code("model.name", config.model.name).files.keys() == {"my_network.py"}
 
 
 def test_evaluation_prediction_export_and_serving(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
