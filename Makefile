@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 # torch of the matched set to install: scripts/constraints_torch_$(TORCH).txt.
-TORCH := 2.13
+TORCH := 2.14
 # Tests to run; all by default.
 TESTS :=
 

@@ -21,7 +21,11 @@ class MatchedSet(NamedTuple):
 
 _IMPORTED_BY_TORCHREC = "tensordict pyre-extensions tqdm"
 """What --no-deps leaves out and the sharding of TorchRec imports."""
-MATCHED_SETS = (MatchedSet("2.13.0", "1.8.0", "1.8.0"), MatchedSet("2.11.0", "1.6.0", "1.6.1"))
+MATCHED_SETS = (
+    MatchedSet("2.14.1", "1.9.0", "1.9.2"),
+    MatchedSet("2.13.0", "1.8.0", "1.8.0"),
+    MatchedSet("2.11.0", "1.6.0", "1.6.1"),
+)
 
 
 def require_matched_set() -> None:
