@@ -1,6 +1,5 @@
 """One lookup under a clip rule: its limits, statistics and back end, and the backward passes that wait for others."""
 
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -77,14 +76,8 @@ class ClippedLookup:
             context: of the autograd function whose backward it is, with the ``thread`` of its forward.
 
         Raises:
-            RuntimeError: the pass is traced and not run; or it is the second of one forward and accumulated.
+            RuntimeError: the pass is the second of one forward, and passes are accumulated.
         """
-        compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # whose import takes seconds
-        if compiled is not None and compiled.in_compiled_autograd_region:
-            raise RuntimeError(
-                "compiled autograd would trace the backward pass of tables under cowrec, whose kernels cannot be"
-                " traced; leave torch._dynamo.config.compiled_autograd off (torch.compile of the model works)"
-            )
         is_repeated, context.has_run = getattr(context, "has_run", False), True
         if is_repeated and self.accumulation.passes > 1:
             raise RuntimeError(

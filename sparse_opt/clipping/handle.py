@@ -259,18 +259,12 @@ def _guard(
     lookups: Sequence[ClippedLookup],
     warn_unequal: Callable[[], None],
 ) -> Callable[..., None]:
-    """Makes a forward pre-hook that raises RuntimeError in a copy of the model or under torch.func, once TorchRec has
-    rebuilt the lookups of a collection, or if an exception has interrupted the accumulation of their backward passes.
+    """Makes a forward pre-hook that raises RuntimeError in a copy of the model, once TorchRec has rebuilt the lookups
+    of a collection, or if an exception has interrupted the accumulation of their backward passes.
     """
     wrapped = lookup_modules(collection)
 
     def check(called: nn.Module, *_: Any) -> None:
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                f"torch.func would transform the lookups of {type(collection).__name__}, whose backward pass updates"
-                " their tables; neither FBGEMM nor cowrec can be transformed: call the tables outside, and transform a"
-                " function of what they return"
-            )
         if called is not attached:
             refuse_copy(called)
         if lookup_modules(collection) != wrapped:  # modules are equal to themselves alone
