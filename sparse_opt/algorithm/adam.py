@@ -46,7 +46,7 @@ class AdamConfig:
     """Adam's settings.
 
     Attributes:
-        lr: learning rate, per step, >= 0; the largest one of a schedule.
+        lr: learning rate, per step, >= 0; the first one of a schedule.
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment, > 0.
         adam_epsilon: position of eps. "torch": ``m_hat / (sqrt(v_hat) + eps)``; "keras" (the CowClip reference):
@@ -72,7 +72,7 @@ class AdamConfig:
     eps: float = 1e-8
     adam_epsilon: Literal["torch", "keras"] = "torch"
     l2: float = 0.0
-    absent_rows: Literal["lazy", "dense", "replay"] = "lazy"
+    absent_rows: Literal["lazy", "dense", "replay"] = "replay"
     weight_decay: float = 0.0
     wide: FtrlConfig | None = None
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import isclose
 from threading import get_ident
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, compiler, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
@@ -27,6 +29,22 @@ from .replay import StepHistory
 
 LAST_STEP, LRS, STEP = "last_step", "lrs", "step"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_UPDATED_IN_BACKWARD = "_in_backward_optimizers"
+"""Attribute by which ``torchrec.optim.optimizers.in_backward_optimizer_filter`` tells fused tables from others."""
+
+
+class UpdatedInBackward(FusedOptimizer):
+    """KeyedOptimizer of tables that the backward pass updates, at the learning rate in ``param_groups``."""
+
+    def step(self, closure: Any = None) -> None:
+        """Does nothing: the backward pass has taken the step."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Does nothing: tables have no gradients."""
+
+    def __deepcopy__(self, _: Any) -> "UpdatedInBackward":
+        """Itself, in a copy of a model whose forward pass is refused."""
+        return self
 
 
 class CollectionAdam:
@@ -41,6 +59,7 @@ class CollectionAdam:
         lookups: Adam on each lookup.
         history: the collection's steps.
         params: weights by path, sharded as in the model's ``state_dict()``; made by :meth:`make_state`.
+        group: the param_group of all of them; made by :meth:`replace_fused`.
         of_param: entries ``exp_avg`` and ``exp_avg_sq`` of each weight, sharded like it, and ``step``. Where rows are
             replayed, within :meth:`as_stored`, ``last_step`` in place of ``step``, and the last weight's ``lrs``.
     """
@@ -63,6 +82,7 @@ class CollectionAdam:
         self.lookups = [LookupAdam(each, config, self.history, lr_factors) for each in clipped]
         self.params: dict[str, Tensor] = {}
         self.of_param: dict[Tensor, dict[str, Entry]] = {}
+        self.group: dict[str, Any] = {}
         self._steps = 0
         self._is_stored = False
         """Whether entries are those of :meth:`as_stored`."""
@@ -108,6 +128,7 @@ class CollectionAdam:
             adam.flush()
             for view, weights in zip(_views(adam), loaded, strict=True):
                 view.copy_(weights)
+            adam.accept_writes()
 
     def _before_forward(self) -> None:
         self.take_missed_steps()
@@ -140,6 +161,7 @@ class CollectionAdam:
             yield
         finally:
             self._set_entries(stored=False)
+            self._accept_writes()
             if hooks:
                 self._hook_state()
 
@@ -155,6 +177,7 @@ class CollectionAdam:
             """What is loaded has no moments, may lack weights, and may be the weights' memory, written before."""
             if called is not self.collection:
                 refuse_copy(called)
+            self._accept_writes()
             given = {each.data_ptr() for value in state.values() for each in _held_here(value)}
             replayed = [each for each in self._replayed() if each.step]
             if replayed and all(view.data_ptr() in given for adam in replayed for view in _views(adam)):
@@ -170,7 +193,12 @@ class CollectionAdam:
         self._state_hooks = [
             self.collection.register_state_dict_pre_hook(catch_up),
             self.collection.register_load_state_dict_pre_hook(flush),
+            self.collection.register_load_state_dict_post_hook(lambda *_: self._accept_writes()),
         ]
+
+    def _accept_writes(self) -> None:
+        for adam in self.lookups:
+            adam.accept_writes()
 
     def count_step(self, lr: float) -> None:
         """Counts a step that a captured CUDA graph has taken."""
@@ -246,6 +274,7 @@ class CollectionAdam:
         self._written, self._loaded_at = False, -1
         for adam in self.lookups:
             adam.step = len(rates)
+            adam.mark_behind()
         self.history.replace(np.asarray(rates, np.float64))
         last_steps = [
             (shard, adam.last_step_of(table))
@@ -270,9 +299,8 @@ class CollectionAdam:
         kinds = {name: self._sharded([getattr(each, name) for each in self.lookups]) for name in _MOMENTS}
         last_steps = [each.last_step for each in self._replayed()]
         self._last_steps = self._sharded(last_steps, per_row=True) if self.history.is_replayed else {}
-        weights = {
-            key: weight for key, weight in self.collection.state_dict().items() if _table(key) in kinds[_MOMENTS[0]]
-        }
+        variables = self.collection.state_dict(keep_vars=True)  # data-parallel tables as other optimizers know them
+        weights = {key: weight for key, weight in variables.items() if _table(key) in kinds[_MOMENTS[0]]}
         prefix = f"{path}." if path else ""
         self.params = {f"{prefix}{key}": weight for key, weight in weights.items()}
         self.of_param = {
@@ -282,8 +310,56 @@ class CollectionAdam:
             }
             for key, weight in weights.items()
         }
-        self._tables = [_table(key) for key in weights]
+        self._keys, self._tables = list(weights), [_table(key) for key in weights]
         self._set_entries(stored=False)
+
+    def require_undriven(self) -> None:
+        """Raises ValueError if a scheduler or a warm-up sets the rates of the fused optimizers already."""
+        sharded_with = [each.lookup.initial_rate for each in self.lookups]
+        for group in (group for _, each in self._fused for group in each.param_groups):
+            if "initial_lr" in group or not any(isclose(group["lr"], rate, rel_tol=1e-6) for rate in sharded_with):
+                raise ValueError(
+                    f"a scheduler or a warm-up of model.fused_optimizer has set the learning rate {group['lr']:g}, not"
+                    " from AdamConfig.lr; make EmbeddingAdam before it, right after DistributedModelParallel"
+                )
+
+    @property
+    def _fused(self) -> list[tuple[str, KeyedOptimizer]]:
+        """The parts of the collection's ``fused_optimizer``, which it and the model's read anew in each call."""
+        optimizers: list[tuple[str, KeyedOptimizer]] = self.collection.fused_optimizer.optimizers
+        return optimizers
+
+    def replace_fused(self, lr: float) -> Callable[[], None]:
+        """Makes the model's ``fused_optimizer`` drive these tables, also within wrappers that hold it already.
+
+        These may hold its param_groups, which therefore stay, with the rate ``lr``; :attr:`group` is the first one.
+        Dense tables are marked as tables whose update is fused, so that TorchRec's recipe leaves them to it.
+
+        Returns:
+            A function that undoes it.
+        """
+        fused, replaced = self._fused, self._fused[:]
+        groups = [group for _, each in replaced for group in each.param_groups] or [{}]
+        earlier = [dict(group) for group in groups]
+        for group in groups:
+            group.update(params=[], lr=lr)
+        self.group = groups[0]
+        weights = dict(zip(self._keys, self.params.values(), strict=True))
+        self.group["params"] = list(weights.values())
+        fused[:] = [("", UpdatedInBackward(weights, self.of_param, groups))]
+        dense = [each for each in self.collection.parameters() if not hasattr(each, _UPDATED_IN_BACKWARD)]
+        for each in dense:
+            setattr(each, _UPDATED_IN_BACKWARD, [fused[0][1]])
+
+        def undo() -> None:
+            fused[:] = replaced
+            for group, own in zip(groups, earlier, strict=True):
+                group.clear()
+                group.update(own)
+            for each in dense:
+                delattr(each, _UPDATED_IN_BACKWARD)
+
+        return undo
 
     def require_entries(self, given: Mapping[str, Mapping[str, Any]]) -> None:
         """Raises ValueError if the ``state`` of a state_dict lacks an entry, or has one of another size."""

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torchrec.optim.fused import FusedOptimizer
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip
@@ -38,12 +37,12 @@ from cowrec.sparse_opt.tbe.discovery import (
     table_names,
 )
 
-from .collection_adam import CollectionAdam
+from .collection_adam import CollectionAdam, UpdatedInBackward
 from .lookup_adam import LookupAdam, require_replaceable
-from .replay import require_replayable
+from .replay import largest_rate, require_replayable
 
 
-class EmbeddingAdam(FusedOptimizer):
+class EmbeddingAdam(UpdatedInBackward):
     """Adam over all sharded tables of a model, with a clip rule; ``config.absent_rows`` sets which rows a step updates.
 
     The tables must be sharded under plain fused SGD (``EmbOptimType.EXACT_SGD``), whose update this class replaces.
@@ -108,6 +107,7 @@ class EmbeddingAdam(FusedOptimizer):
         named = named_tables(model, "lr_factors", factors)
         self._lr_factors = {table: float(factors[name]) for table, name in named.items()}
         _require_rates(self._lr_factors, config)
+        self._largest_rate = largest_rate(config, self._lr_factors.values())
         self._column_ranks = column_ranks = column_split_tables(model)
         if config.absent_rows == "replay":
             require_replayable(self._rules, config, column_ranks)
@@ -133,17 +133,21 @@ class EmbeddingAdam(FusedOptimizer):
                 )
                 for module in collections.values()
             ]
+            for each in self.collections:
+                each.require_undriven()
         for path, each in zip(collections, self.collections, strict=True):
             each.make_state(path)
         params = {key: weight for each in self.collections for key, weight in each.params.items()}
         state = {weight: own for each in self.collections for weight, own in each.of_param.items()}
-        super().__init__(params, state, [{"params": list(params.values()), "lr": config.lr}])
+        self._undo = [each.replace_fused(config.lr) for each in self.collections]
+        super().__init__(params, state, [each.group for each in self.collections])
         adam_of = {adam.clipped: adam for adam in self.lookups}
         collection_of = {adam.clipped: each for each in self.collections for adam in each.lookups}
 
         def look_up(clipped: ClippedLookup, forward: Forward, inputs: Inputs) -> Tensor:
-            collection_of[clipped].take_missed_steps()  # a pipeline may look up before it calls the collection
-            return adam_of[clipped].look_up(lambda: self.lr, loss_scale, forward, inputs)
+            collection = collection_of[clipped]
+            collection.take_missed_steps()  # a pipeline may look up before it calls the collection
+            return adam_of[clipped].look_up(partial(self.rate_of, collection), loss_scale, forward, inputs)
 
         self._handle: LookupsHandle = wrap_lookups(
             called,
@@ -157,25 +161,31 @@ class EmbeddingAdam(FusedOptimizer):
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step, in ``param_groups``; under "replay" at most ``config.lr``.
+        """Learning rate of the next step, in ``param_groups``.
 
         Raises:
-            ValueError: it is negative, not finite, or above the bound; here and when the backward pass takes the step.
+            ValueError: it is negative or not finite, or replay has set rows to rest that would move under so high a
+                rate; here and when the backward pass takes the step.
         """
-        return self._checked_lr(next(iter(self.param_groups))["lr"])
+        return self.rate_of(self.collections[0])
 
     @lr.setter
     def lr(self, value: float) -> None:
         for group in self.param_groups:
             group["lr"] = self._checked_lr(value)
 
+    def rate_of(self, collection: CollectionAdam) -> float:
+        """:attr:`lr` of one collection, which a schedule of its own may set."""
+        return self._checked_lr(collection.group["lr"])
+
     def _checked_lr(self, value: float) -> float:
         if not 0 <= value < inf:
             raise ValueError(f"EmbeddingAdam.lr must be >= 0 and finite, got {value}")
-        if self.config.absent_rows == "replay" and value > self.config.lr * (1 + 1e-6):
+        if self.config.absent_rows == "replay" and value > self._largest_rate:
             raise ValueError(
-                f"EmbeddingAdam.lr = {value:g} is above AdamConfig.lr = {self.config.lr:g}, by which replay decides"
-                " when a row is at rest; give AdamConfig the largest learning rate of the schedule"
+                f"EmbeddingAdam.lr = {value:g} is above {self._largest_rate:g}, the largest rate for which"
+                f" AdamConfig.lr = {self.config.lr:g} tells when a row is at rest; give AdamConfig the largest learning"
+                " rate of the schedule, and let the schedule begin below it"
             )
         return float(value)
 
@@ -207,6 +217,9 @@ class EmbeddingAdam(FusedOptimizer):
         self.flush()
         for collection in self.collections:
             collection.unhook()
+        for undo in self._undo:
+            undo()
+        self._undo = []
         self._handle.remove()
 
     def flush(self) -> None:
@@ -251,6 +264,7 @@ class EmbeddingAdam(FusedOptimizer):
             if now != given:
                 raise ValueError(f"{what} cannot change from {now!r} to {given!r}; make a new EmbeddingAdam")
         _require_rates(self._lr_factors, config)
+        self._largest_rate = largest_rate(config, self._lr_factors.values())
         if config.absent_rows == "replay":
             require_replayable(rules, config, self._column_ranks)
         if self.steps:
@@ -292,12 +306,6 @@ class EmbeddingAdam(FusedOptimizer):
                 stack.enter_context(each.as_stored())
             yield
 
-    def step(self, closure: Any = None) -> None:
-        """Does nothing: the backward pass has taken the step."""
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Does nothing: tables have no gradients."""
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state that is sharded like this optimizer's.
 
@@ -327,40 +335,6 @@ class EmbeddingAdam(FusedOptimizer):
     def steps(self, value: int) -> None:
         for each in self.collections:
             each.step = value
-
-    @property
-    def is_capturable(self) -> bool:
-        """True if a CUDA graph can repeat a step: it reads all that changes from the device, and waits for nothing."""
-        return self.config.absent_rows != "dense" and all(adam.clipped.rows.is_capturable for adam in self.lookups)
-
-    def prepare_step(self) -> None:
-        """Prepares the device for the coming step of a CUDA graph; call it before the capture and each replay."""
-        for each in self.collections:
-            each.take_missed_steps()
-            each.history.prepare(each.step + 1, self.lr)
-
-    def count_step(self) -> None:
-        """Counts a step that a captured CUDA graph has taken."""
-        for each in self.collections:
-            each.count_step(self.lr)
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Takes back what the host counts while a CUDA graph of a step is captured, since none is taken."""
-        with ExitStack() as stack:
-            for each in self.collections:
-                stack.callback(each.history.forget_after, each.step)
-                for adam in each.lookups:
-                    stack.enter_context(adam.capturing())
-            yield
-
-    def addresses(self) -> tuple[int, ...]:
-        """Addresses of the tensors of a captured CUDA graph; capture it again when one has changed."""
-        return tuple(each.data_ptr() for adam in self.lookups for each in adam.replaceable())
-
-    def read_by_graph(self) -> tuple[Tensor, ...]:
-        """Tensors of a captured CUDA graph, which must hold them as long as it is replayed."""
-        return tuple(each for adam in self.lookups for each in adam.read_by_graph())
 
 
 def _require_rates(factors: Mapping[str, float], config: AdamConfig) -> None:

@@ -83,6 +83,8 @@ class LookupAdam:
         self._step, self._taken = 0, torch.zeros(1, dtype=torch.int32, device=weights.device)
         self._log_beta2_here = torch.empty(1, dtype=torch.float64, device=weights.device)
         self._captured: RowResults | None = None
+        self._seen: int | None = self.lookup.parameter._version
+        self._current_at = 0
         self._lock = RLock()  # another thread may evaluate meanwhile, which catches rows up too
         self.reconfigure(config)
 
@@ -158,7 +160,7 @@ class LookupAdam:
 
     def update(self, backward: LookupBackward, lr: float, step_of_forward: int) -> None:
         """Takes a step; ``step_of_forward`` is the one that the forward pass brought the rows to."""
-        with self._lock:
+        with self.writing():
             if step_of_forward < self._step:
                 self.catch_up(backward.bags)
             self._step += 1
@@ -189,16 +191,46 @@ class LookupAdam:
             self.clipped.rows.update(backward, self._rows(scalars))
 
     def catch_up(self, bags: LookupBags) -> LookupIds | None:
-        """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them."""
-        with self._lock:
+        """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them.
+
+        Raises:
+            RuntimeError: rows were written by others while steps were owed; here and where other rows catch up.
+        """
+        with self.writing():
             return self.clipped.rows.catch_up(bags, self._rows()) if self.replays else None
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Lets the optimizer write rows; torch counts the writes of all tensors that share the weights' memory."""
+        with self._lock:
+            self._require_unwritten()
+            try:
+                yield
+            finally:
+                self.accept_writes()
+
+    def accept_writes(self) -> None:
+        """Takes the rows as they are for the optimizer's own."""
+        self._seen = self.lookup.parameter._version
+
+    def _require_unwritten(self) -> None:
+        seen, self._seen = self._seen, self.lookup.parameter._version
+        if seen in (None, self._seen) or not self.replays or not self._step:
+            return
+        if self._current_at < self._step:
+            names = ", ".join(sorted({shard.name for shard in self.lookup.shards}))
+            raise RuntimeError(
+                f"rows of table {names} were written while steps were owed; call flush() before writing, then write"
+                " again: what was written would take the steps that the rows had missed"
+            )
+        self.flush()  # what was written may have been at rest
 
     def catch_up_rows(self, rows: Tensor) -> None:
         """Takes the missed steps of distinct rows, by their indices among the rows of all tables, int64 [n].
 
         All but the second moments of decayed rows then are those after the latest step.
         """
-        with self._lock:
+        with self.writing():
             behind = rows[is_behind(self.last_step[rows], self._step)]
             if len(behind):
                 self.clipped.rows.replay(behind, self._rows())
@@ -206,11 +238,12 @@ class LookupAdam:
     def catch_up_all(self) -> None:
         """Does :meth:`catch_up_rows` for every row."""
         for first in range(0, len(self.last_step), _ROWS_AT_ONCE):
-            with self._lock:
+            with self.writing():
                 last = self.last_step[first : first + _ROWS_AT_ONCE]
                 behind = is_behind(last, self._step).nonzero().flatten() + first
                 if len(behind):
                     self.clipped.rows.replay(behind, self._rows())
+        self._current_at = self._step
 
     def flush(self) -> None:
         """Brings every row and all its moments to the latest step; has no effect unless rows are replayed."""
@@ -232,6 +265,12 @@ class LookupAdam:
     def mark_current(self) -> None:
         """Declares all rows, as they are, to be at the latest step."""
         self.last_step.fill_(self._step)
+        self._current_at = self._step
+        self.accept_writes()
+
+    def mark_behind(self) -> None:
+        """Declares rows to be at the steps that :attr:`last_step` has, which may be earlier ones."""
+        self._current_at = -1
 
     def forget(self, elements: Tensor, shard: Tensor, row: Tensor) -> None:
         """Resets the state of rows that were given to new ids to that of rows that have taken no step.
@@ -248,7 +287,8 @@ class LookupAdam:
             self.last_step[rows] = self._step
 
     def forget_rows(self, table: int, rows: Tensor) -> None:
-        """Does :meth:`forget` for rows of one table, int64 [n]."""
+        """Does :meth:`forget` for rows of one table, int64 [n], whose weights managed collision then writes."""
+        self._seen = None
         row, dim = rows.to(self.last_step.device), self.lookup.shards[table].embedding_dim
         elements = self.lookup.weight_offsets[table] + row[:, None] * dim
         self.forget(elements + torch.arange(dim, device=row.device), torch.full_like(row, table), row)

@@ -19,6 +19,8 @@ DECAYED_WITHOUT_L2 = 1e-20
 """Without L2 a weight keeps what its first moment adds, so that change must be below the weight's last digit."""
 DECAYED_SHARE_OF_FLOOR = 1e-6
 """Largest share of the clip's floor that a decayed weight may have: its norm then does not affect the limit."""
+_RISE = 1000
+"""How far a rate may rise above ``AdamConfig.lr``; times :data:`DECAYED` it is too small to change a weight of 0.1."""
 _AHEAD = 1024
 """Steps whose scalars are written at a time while the learning rate stays the same."""
 _NOTHING = 2.0**-54
@@ -62,8 +64,20 @@ def decay_thresholds(config: AdamConfig, largest_lr_factor: float, limits: Seque
     return DecayThresholds(config.lr or 1.0, weight, weight * constants.eps * constants.one_minus_beta1)
 
 
-def _decayed_weight(config: AdamConfig, lr: float, floors: Sequence[float]) -> float:
-    """Largest weight that has decayed; 0 if only zero itself has.
+def largest_rate(config: AdamConfig, lr_factors: Iterable[float]) -> float:
+    """Largest learning rate of a schedule whose rows are at rest by the thresholds of ``config.lr``.
+
+    A row at rest moves by less than :data:`DECAYED` at ``config.lr``, and by less than float32 shows at this rate.
+    ``lr_factors`` are those of tables, where they are not 1.
+    """
+    converging = _converging_rate(config)
+    # Elsewhere only zero itself is at rest.
+    factors = [each for each in (1.0, *lr_factors) if 0 < config.lr * each <= converging]
+    return min(config.lr * _RISE or inf, *(converging / each for each in factors), inf)
+
+
+def _converging_rate(config: AdamConfig) -> float:
+    """Largest learning rate under which L2 draws a tiny weight to zero, with a margin.
 
     Near zero, Adam under L2 is the heavy-ball method on ``l2 * w^2`` with step ``lr / (sqrt(v) + eps)``, at most
     ``lr / eps``. It converges where ``2 * l2 * lr / eps < (2 - d) * (1 + b1) / (1 - b1)``, d being the weight decay of
@@ -72,9 +86,16 @@ def _decayed_weight(config: AdamConfig, lr: float, floors: Sequence[float]) -> f
     has decayed.
     """
     if config.l2 == 0:
+        return inf
+    bound = 0.9 * (1 + config.betas[0]) / (1 - config.betas[0])
+    return 2 * bound / (2 * config.l2 / config.eps + bound * config.weight_decay)
+
+
+def _decayed_weight(config: AdamConfig, lr: float, floors: Sequence[float]) -> float:
+    """Largest weight that has decayed; 0 if only zero itself has."""
+    if config.l2 == 0:
         return DECAYED_WITHOUT_L2
-    beta1 = config.betas[0]
-    if 2 * config.l2 * lr / config.eps > 0.9 * (2 - lr * config.weight_decay) * (1 + beta1) / (1 - beta1):
+    if lr > _converging_rate(config):
         return 0.0
     return min(DECAYED, *(DECAYED_SHARE_OF_FLOOR * floor for floor in floors))
 

@@ -5,6 +5,7 @@ Sizes: n new rows, D columns of a row's embedding, P columns of the stored row.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import tau
 from typing import Any
@@ -300,7 +301,8 @@ class _ShardGroup:
         elements = (self.start[index] + local * width)[:, None] + torch.arange(width)
         elements = elements.to(flat.device)
         weights = weights.to(flat.device, flat.dtype)
-        flat[elements] = weights
+        with self.adam.writing() if self.adam else nullcontext():
+            flat[elements] = weights
         if self.adam:
             self.adam.forget(elements, torch.tensor(self.shards)[index], local)
         else:

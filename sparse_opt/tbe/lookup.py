@@ -184,6 +184,11 @@ class TbeLookup:
         return output
 
     @property
+    def initial_rate(self) -> float:
+        """Learning rate with which the fused optimizer was made; 0 where there is none."""
+        return 0.0 if self.has_dense_gradient else float(self.module.get_learning_rate())
+
+    @property
     def is_plain_sgd(self) -> bool:
         """True if its fused optimizer is SGD, which has no state; dense tables have no fused optimizer at all."""
         return self.has_dense_gradient or self.module.optimizer == EmbOptimType.EXACT_SGD

@@ -37,6 +37,7 @@ from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.models import build_model
 from cowrec.sparse_opt.clipping.update_check import UpdateCheck
+from cowrec.sparse_opt.optim.graphed_steps import GraphedSteps
 from cowrec.sparse_opt.tbe import lookup
 from cowrec.trainer.config.run import config_from, with_defaults
 from cowrec.trainer.runs.checkpoint import _CpuStager
@@ -221,7 +222,7 @@ class _Run:
             calls, kernels = self._watch.calls, self._launches
             first_call, first_kernel = len(calls), len(kernels)
             assert self._state.adam
-            with self._state.adam.capturing():  # the host counts elsewhere
+            with GraphedSteps(self._state.adam).capturing():  # the host counts elsewhere
                 with ReadWatch() as self._reads:
                     output = step()
                 for each in kernels[first_kernel:]:

@@ -21,6 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import EmbeddingAdam, LookupsHandle
 from cowrec.sparse_opt.kernels.profiling import profiled
+from cowrec.sparse_opt.optim.graphed_steps import GraphedSteps
 from cowrec.sparse_opt.tbe.discovery import sharded_collections
 from cowrec.sparse_opt.tbe.one_process import only_exchanges
 from cowrec.trainer.runtime.processes import Process
@@ -82,7 +83,7 @@ def why_not_captured(plan: RunPlan, model: nn.Module, optimizer: EmbeddingAdam |
         return "id tables give ids their rows between steps"
     if not isinstance(optimizer, EmbeddingAdam):
         return f'optimizer.embedding = "{config.optimizer.embedding}" counts its steps on the host'
-    if not optimizer.is_capturable:
+    if not GraphedSteps(optimizer).are_possible:
         return f'optimizer.absent_rows = "{optimizer.config.absent_rows}" with clip.rule = "{config.clip.rule}"'
     if not all(map(only_exchanges, sharded_collections(model).values())):
         return "column-wise tables are joined by TorchRec"
@@ -135,11 +136,11 @@ class CapturedSteps(SequentialSteps):
 
     A replayed step copies the batch to fixed memory, launches the graph and copies its results out. All that changes
     from step to step is in tensors that the graph reads: see :meth:`DenseAdam.prepare` and
-    :meth:`EmbeddingAdam.prepare_step`.
+    :meth:`GraphedSteps.prepare`.
 
     Args:
         model: a TrainTask, sharded, on one process; every sample has one id in each field.
-        adam: of its tables; ``adam.is_capturable`` holds.
+        adam: of its tables; a graph can repeat its steps.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class CapturedSteps(SequentialSteps):
         capture: "CudaGraphCapture | None" = None,
     ) -> None:
         super().__init__(model, optimizer, device)
-        self._dense, self._adam, self._batch_size = optimizer, adam, batch_size
+        self._dense, self._adam, self._batch_size = optimizer, GraphedSteps(adam), batch_size
         self._capture = capture or CudaGraphCapture()
         self._warmup_left, self._failed = WARMUP_STEPS, False
         self._graph: _Graph | None = None
@@ -168,7 +169,7 @@ class CapturedSteps(SequentialSteps):
             batch = next(batches)
         if self._failed or not self._model.training or len(batch.label) != self._batch_size:
             return self.take(batch)
-        self._adam.prepare_step()
+        self._adam.prepare()
         if self._warmup_left:
             self._warmup_left -= 1
             return self._capture.warm_up(partial(self.take, batch))
@@ -182,7 +183,7 @@ class CapturedSteps(SequentialSteps):
                 return self.take(batch)
         with record_function("## captured step ##"):
             output = self._graph.take(batch)
-        self._adam.count_step()
+        self._adam.count()
         return output
 
     def _captured_on(self, batch: Batch, addresses: tuple[int, ...]) -> "_Graph | None":

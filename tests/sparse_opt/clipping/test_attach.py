@@ -195,6 +195,7 @@ def test_an_id_outside_its_table_is_named() -> None:
 
 SINGLE = {"single_id_bags": True}
 ADAM, DECAYS = {"config": AdamConfig()}, {"config": AdamConfig(lr=0.1, weight_decay=5.0)}
+LAZY = {"config": AdamConfig(absent_rows="lazy")}
 VARIABLE = {"variable_batch": True, "pooling": "sum,mean"}
 SEPARATE = "variable batch size per feature, tables that are looked up separately"
 WRONG_RULES: list[tuple[str, dict[str, Any]]] = [
@@ -210,7 +211,7 @@ WRONG_RULES: list[tuple[str, dict[str, Any]]] = [
 REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *((message, {}, rules | more) for message, rules in WRONG_RULES for more in ({}, ADAM)),
     *((SEPARATE, VARIABLE, more) for more in ({}, ADAM)),
-    ("all tables, but 't0' is data-parallel", {"sharding": "data_parallel"}, {**ADAM, "rule": GlobalClip(1.0)}),
+    ("all tables, but 't0' is data-parallel", {"sharding": "data_parallel"}, {**LAZY, "rule": GlobalClip(1.0)}),
     ("complete table 't0', which is sharded column-wise", {"sharding": "column_wise"}, {"rule": FieldClip(1.0)}),
     ("all tables before the first .* looks up 't0' and 't1'", {"pooling": "sum,mean"}, {"rule": GlobalClip(1.0)}),
     ("exclude names table 't9', which the model does not have; did you mean", {}, {"exclude": ["t9"]}),

@@ -75,7 +75,7 @@ def test_rates_out_of_range_are_refused_before_a_row_has_moved(mode: str) -> Non
     before = state_of(model, optimizer)
     wrong = {-1e-3: "must be >= 0 and finite", float("nan"): "must be >= 0", float("inf"): "must be >= 0"}
     if mode == "replay":
-        wrong |= {2e-2: "lr = 0.02 is above AdamConfig.lr = 0.01, by which replay decides"}
+        wrong |= {2e-2: r"lr = 0.02 is above 0.0171, .* AdamConfig.lr = 0.01 tells when a row is at rest"}
     for rate, message in wrong.items():
         refused(message, setattr, optimizer, "lr", rate)
         optimizer.param_groups[0]["lr"] = rate

@@ -22,6 +22,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
+from cowrec.sparse_opt.optim.graphed_steps import GraphedSteps
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
@@ -117,7 +118,7 @@ def captured(state: TrainState, capture: CudaGraphCapture, device: str = "cpu") 
     assert state.adam
     for each in state.adam.lookups:
         run_on("triton", each.clipped)
-    assert state.adam.is_capturable
+    assert GraphedSteps(state.adam).are_possible
     parts = state.model, state.dense_optimizer, state.adam
     state.pipeline = CapturedSteps(*parts, torch.device(device), BATCH, capture=capture)
     return state
