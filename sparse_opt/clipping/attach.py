@@ -98,6 +98,11 @@ def attach_cowclip(
         _require_float32_outputs(lookups, single_id_bags, l2, grad_scaler)
     called = called_modules(model)
     require_unattached(called)
+    for each in (each for each in lookups if not each.lookup.has_dense_gradient):
+        if single_id_bags or each.lookup.is_sequence:
+            each.compile(lambda rows, nothing: rows.clipped_output_grad(nothing, l2))
+        else:
+            each.compile(lambda rows, nothing: rows.id_factors(nothing))
     checks = {each: UpdateCheck(each, verify) for each in lookups}
     settings = _Settings(single_id_bags, l2, loss_scale, checks)
     return wrap_lookups(called, lookups, partial(_look_up, settings))

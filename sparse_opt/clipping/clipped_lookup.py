@@ -1,7 +1,7 @@
 """One lookup under a clip rule: its limits, statistics and back end, and the backward passes that wait for others."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,8 @@ class ClippedLookup:
         latest_backward: torch's number of the latest ``backward()`` that reached it; -1 before the first.
         forward_thread: the thread of the forward pass before it, which is the one that trains; None before the first.
         in_torch: work on its rows in torch, which every lookup can do.
-        rows: the back end.
+        kernels: work on its rows in the kernels of its device.
+        rows: the back end, one of these two.
 
     Raises:
         ValueError: clip_columns is out of range.
@@ -58,16 +59,28 @@ class ClippedLookup:
         self.forward_thread: int | None = None
         adds_up = rules.scope == "row" and self.limits.clipped_column_shards
         columns = ColumnShards(lookup, self.layout, groups or {}, adds_up) if adds_up else None
-        kernels = TritonRows if weights.is_cuda else NumbaRows
-        device: RowBackend = kernels(lookup, self.layout, self.limits, self.statistics)
-        self.in_torch = TorchRows(lookup, self.layout, self.limits, self.statistics, columns, device)
-        self.rows: RowBackend = device if self.is_local and weights.dtype == torch.float32 else self.in_torch
+        kind = TritonRows if weights.is_cuda else NumbaRows
+        self.kernels: RowBackend = kind(lookup, self.layout, self.limits, self.statistics)
+        self.in_torch = TorchRows(lookup, self.layout, self.limits, self.statistics, columns, self.kernels)
+        self.rows: RowBackend = self.kernels if self.is_local and weights.dtype == torch.float32 else self.in_torch
 
     @property
     def is_local(self) -> bool:
         """True if a row's limit and update depend only on what this process has of the row."""
         torch_rows = self.in_torch
         return self.limits.scope == "row" and torch_rows.columns is None and not torch_rows.gathers_rows
+
+    def without_ids(self) -> LookupBackward:
+        """A backward pass of one sample in which no id occurs."""
+        device = self.lookup.flat_weights().device
+        offsets = torch.zeros(len(self.lookup.feature_table) + 1, dtype=torch.int64, device=device)
+        bags = self.bags.of({"indices": offsets[:0], "offsets": offsets})
+        return LookupBackward(bags, None, torch.zeros(bags.size, dtype=torch.float32, device=device))
+
+    def compile(self, work: Callable[[RowBackend, LookupBackward], Any]) -> None:
+        """Does work on no rows with the CPU's kernels, which are compiled for it, if this lookup works with them."""
+        if self.rows is self.kernels and not self.lookup.flat_weights().is_cuda:
+            work(self.rows, self.without_ids())
 
     def check_backward(self, context: Any) -> None:
         """Warns in the second backward pass of one ``backward()``, unless passes are accumulated, or of one forward.

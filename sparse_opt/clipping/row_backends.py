@@ -225,13 +225,12 @@ class NumbaRows:
                 tables = (columns == dim) & (lr_factors == np.float32(lr_factor))
                 same = StaleRows(*(each[tables[rows.table]] for each in rows))
             work = len(same.last) * adam.step - int(same.last.sum(dtype=np.int64))
-            parts = threads_for(work) if len(same.last) else 0
+            parts = threads_for(work)
             common: tuple[Any, ...] = (parts, dim, np.float32(lr_factor), same, state, steps, *numbers)
             kernel: Any = self._replay_kernels.replay_rows
             if adam.clips_absent:
                 kernel, common = self._replay_kernels.replay_clipped_rows, (*common, self._clips)
-            if parts:
-                in_threads([partial(kernel, part, *common) for part in range(parts)])
+            in_threads([partial(kernel, part, *common) for part in range(parts)])
 
 
 class TritonRows:

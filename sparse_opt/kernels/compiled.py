@@ -1,12 +1,16 @@
 """Compiling of kernels by numba, kept on disk for as long as the sources of all kernels stay what they are."""
 
 import hashlib
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core import event
+
+_logger = logging.getLogger(__name__)
 
 
 def compiled(**options: Any) -> Callable[[Any], Any]:
@@ -21,12 +25,33 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
     """
 
     def decorate(function: Any) -> Any:
+        _announce_compilation()
         kernel = numba.njit(nogil=True, cache=True, **options)(function)
         if kernel is not function:  # which it is under NUMBA_DISABLE_JIT
             _remove_stale(Path(kernel.stats.cache_path))
         return kernel
 
     return decorate
+
+
+class _Announcement(event.Listener):
+    """Says once that kernels are being compiled, which takes so long that the process seems to hang."""
+
+    def __init__(self) -> None:
+        self._is_made = False
+
+    def on_start(self, started: event.Event) -> None:
+        if not self._is_made and started.data["dispatcher"].py_func.__module__.startswith("cowrec."):
+            self._is_made = True
+            _logger.warning("compiling kernels for this machine's CPU: about half a minute, once for each installation")
+
+    def on_end(self, _: event.Event) -> None:
+        pass
+
+
+@cache
+def _announce_compilation() -> None:
+    event.register("numba:compile", _Announcement())  # not of kernels that are on disk
 
 
 @cache

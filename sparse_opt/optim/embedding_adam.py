@@ -156,6 +156,8 @@ class EmbeddingAdam(UpdatedInBackward):
             lambda each, table, rows: adam_of[each].forget_rows(table, rows),
             owner=self,
         )
+        for adam in self.lookups:
+            adam.compile()
         for collection in self.collections:
             collection.hook(called[collection.collection])
 

@@ -174,12 +174,16 @@ class LookupAdam:
 
     def take_without_ids(self, lr: float) -> None:
         """Takes a step in which no id occurs."""
-        like = self.lookup.flat_weights()
-        offsets = torch.zeros(len(self.lookup.feature_table) + 1, dtype=torch.int64, device=like.device)
-        bags = self.clipped.bags.of({"indices": offsets[:0], "offsets": offsets})
-        self.update(
-            LookupBackward(bags, None, torch.zeros(bags.size, dtype=torch.float32, device=like.device)), lr, self._step
-        )
+        self.update(self.clipped.without_ids(), lr, self._step)
+
+    def compile(self) -> None:
+        """Compiles the CPU's kernels of a step, unless they are on disk."""
+        adam = self._rows()
+        if self.replays and not self.last_step.is_cuda:
+            self.clipped.kernels.catch_up(self.clipped.without_ids().bags, adam)
+            self.clipped.kernels.replay(self.last_step[:0].long(), adam)
+        if self._config.absent_rows != "dense":
+            self.clipped.compile(lambda rows, nothing: rows.update(nothing, adam))
 
     def _take_step(self, backward: LookupBackward, lr: float) -> None:
         if self.replays or self.clipped.rows.is_capturable:
