@@ -31,7 +31,8 @@ def groups_of_columns(tables: Mapping[str, Sequence[Sequence[int]]]) -> Groups:
     holders = [each for parts in tables.values() for each in parts]
     several = sorted({ranks for each in holders if len(ranks := tuple(sorted(set(each)))) > 1})
     everyone: Any = dist.group.WORLD
-    return {ranks: everyone if ranks == world else dist.new_group(list(ranks)) for ranks in several}
+    new_group: Any = dist.new_group
+    return {ranks: everyone if ranks == world else new_group(list(ranks)) for ranks in several}
 
 
 def copy_from_first_shards(

@@ -143,7 +143,7 @@ class Checkpoints:
         # The writing threads need their own group: their collectives must not interleave with the model's, and are on
         # the CPU, which the default group of a single GPU does not reach.
         own = process.world_size > 1 or process.device.type == "cuda"
-        self._group = dist.new_group(backend="gloo", timeout=max(process.timeout, _LONGEST_SKEW)) if own else None
+        self._group: Any = dist.new_group(backend="gloo", timeout=max(process.timeout, _LONGEST_SKEW)) if own else None
         self._pending: tuple[int, Future[Path | None]] | None = None
         self._failure: str | None = None
         self._remedy = ""

@@ -151,7 +151,7 @@ class Peers:
 
     def __init__(self, process: Process) -> None:
         self._process, self.rank, self.count = process, process.rank, process.world_size
-        self._group = None if self.count == 1 else dist.new_group(backend="gloo", timeout=process.timeout)
+        self._group: Any = None if self.count == 1 else dist.new_group(backend="gloo", timeout=process.timeout)
 
     @property
     def is_first(self) -> bool:

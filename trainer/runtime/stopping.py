@@ -68,8 +68,8 @@ class StopRequest:
         self.wanted = False
         # A separate group on the CPU neither waits for the GPU nor interferes with the model's collectives.
         alone = process.world_size == 1
-        self._group = None if alone else dist.new_group(backend="gloo", timeout=process.timeout)
-        self._asked: tuple[dist.Work, Tensor] | None = None
+        self._group: Any = None if alone else dist.new_group(backend="gloo", timeout=process.timeout)
+        self._asked: tuple[Any, Tensor] | None = None
 
     def agreed(self) -> bool:
         """True if a process requested to stop before the previous call; with one process, before this call."""

@@ -4,6 +4,7 @@ B samples, F keys of fields, V ids of a batch.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ class IdTranslation:
         configs = {spec.name: id_table(spec) for spec in specs if spec.ids.kind == "collisionless"}
         if configs:
             _require_times(schema, configs)
-            group = dist.new_group(backend="gloo", timeout=process.timeout) if process.world_size > 1 else None
+            group: Any = dist.new_group(backend="gloo", timeout=process.timeout) if process.world_size > 1 else None
             self.tables = IdTables(configs, self._fields, seed=config.train.seed, group=group)
             self._row_init = RowInitializer(
                 model,
