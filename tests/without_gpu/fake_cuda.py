@@ -109,7 +109,7 @@ def fake_cuda(index: int) -> Iterator[None]:
             "set_device": None,
             "is_current_stream_capturing": False,
             "get_device_name": "fake",
-            "get_device_properties": SimpleNamespace(total_memory=80 << 30),
+            "get_device_properties": SimpleNamespace(total_memory=80 << 30, warp_size=32),
             "current_stream": torch.Stream(stream_id=0, device_index=index, device_type=1),
         }
         for name, answer in answers.items():

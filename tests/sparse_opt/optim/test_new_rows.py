@@ -53,7 +53,7 @@ from random_problems.drawing import small_problem
 from random_problems.training import sharded_model, train_step
 from refusal import refused
 
-pytest_plugins = ["one_group"]
+pytest_plugins = ["one_group", "streams_on_cpu"]
 pytestmark = pytest.mark.usefixtures("group")
 BATCHES, IDS, DIM = 40, 24, 4
 CPU = torch.device("cpu")
@@ -258,11 +258,9 @@ def test_a_pipeline_that_reads_ahead_resets_rows_in_a_hook(trained_at_once: Tens
     assert torch.equal(training.weights(), trained_at_once)
 
 
-def test_a_pipeline_that_looks_rows_up_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("streams_on_cpu")
+def test_a_pipeline_that_looks_rows_up_ahead_is_refused() -> None:
     """Each new id would train the row of the id before, which the hook resets after the lookup."""
-    monkeypatch.setattr(torch, "get_device_module", lambda _=None: torch.cpu)  # the pipeline takes it to be CUDA
-    for each in (KeyedJaggedTensor, Tensor):
-        monkeypatch.setattr(each, "record_stream", lambda *_: None)
     training, waiting = Training(), deque[NewRows]()
 
     def loader() -> Iterator[KeyedJaggedTensor]:

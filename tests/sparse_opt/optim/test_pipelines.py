@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage, SparseDataDistUtil
 from torchrec.distributed.train_pipeline.train_pipelines import StagedTrainPipeline, TrainPipelineSemiSync
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from adam_case import ADAM, RULE, SMALL
 from cowrec.sparse_opt import EmbeddingAdam, attach_cowclip
 from random_problems.drawing import small_problem
 from random_problems.training import assert_equal, batches_of, sharded_model, state_of
+from streams_on_cpu import StreamOnCpu
 
-pytest_plugins = ["one_group"]
+pytest_plugins = ["one_group", "streams_on_cpu"]
 pytestmark = pytest.mark.usefixtures("group")
 CPU = torch.device("cpu")
 CASE = small_problem(**SMALL, steps=12)
@@ -37,14 +37,6 @@ class Network(nn.Module):
     def loss(self, pooled: Any, batch: Any) -> tuple[Tensor, Tensor]:
         outputs = sum(pooled[key] * self.weight * batch.targets[f"c0 {key}"] for key in "abc")
         return outputs.sum(1).mean(), outputs.detach()
-
-
-@pytest.fixture
-def streams_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets pipelines that take the device to be CUDA run in sequence."""
-    monkeypatch.setattr(torch, "get_device_module", lambda _=None: torch.cpu)
-    for each in (KeyedJaggedTensor, Tensor):
-        monkeypatch.setattr(each, "record_stream", lambda *_: None)
 
 
 def plain_model() -> nn.Module:
@@ -146,10 +138,6 @@ def test_a_pipeline_goes_on_from_weights_that_were_written_in_place() -> None:
             TrainPipelineSemiSync(model, network, CPU, start_batch=0).progress(iter(batches()[:1]))
         tables.append(state_of(model))
     assert_equal(*tables)
-
-
-class StreamOnCpu(torch.cpu.Stream):
-    device = CPU
 
 
 @pytest.mark.parametrize("mode", [*MODES, "dense"])
