@@ -4,7 +4,7 @@ ARG DEVICE=cpu
 FROM python:3.12-slim-bookworm AS base
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # The matched set: scripts/constraints_torch_$TORCH.txt.
-ARG TORCH=2.13
+ARG TORCH=2.14
 # Not PIP_CONSTRAINT, which would also pin what builds of packages use.
 ARG PIP="python -m pip install --cache-dir /var/cache/pip --no-warn-conflicts --constraint /pins/constraints.txt --constraint /pins/constraints_torch_${TORCH}.txt"
 COPY scripts/constraints*.txt /pins/

@@ -39,6 +39,7 @@ from cowrec.data_pipeline.counts import parse_count
 from cowrec.data_pipeline.dataset.schema import SparseField
 from cowrec.data_pipeline.synthetic.criteo_frequencies import NUM_DENSE
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
+from cowrec.sparse_opt.versions import MATCHED_SETS
 from cowrec.trainer.bench.measurement import Case, cases, measure, run_ids
 from cowrec.trainer.bench.parts import LEAST_STEPS, speed
 from cowrec.trainer.bench.settings import Bench
@@ -75,7 +76,7 @@ class Peer:
 COWREC: dict[str, Literal["float32", "bfloat16"]] = {"cowrec-fp32": "float32", "cowrec-bf16": "bfloat16"}
 """Value of train.precision for each name."""
 _UNCLIPPED = ("l2_on_every_row", "absent_rows_move")
-_TORCH = ("torch==2.13.0", "numpy==2.4.6")
+_TORCH = (f"torch=={MATCHED_SETS[0].torch}", "numpy==2.4.6")
 PEERS = {
     "torch-sparse-adam": Peer("torch_sparse_adam"),
     "torch-dense-adam-cowclip": Peer("torch_dense_adam_cowclip", PARTS),

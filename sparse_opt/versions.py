@@ -1,9 +1,12 @@
-"""Check that the installed torch, fbgemm and torchrec match, before torchrec is imported.
+"""The matched sets of torch, fbgemm and torchrec, and the check that the installed packages are one of them.
 
-fbgemm and torchrec are each built for one torch; other combinations fail at import with an undefined symbol or a
-missing operator. The check reads package metadata only.
+Each fbgemm and torchrec is built for one torch: fbgemm 1.X for torch 2.(X+5), torchrec 1.X for fbgemm 1.X. Other
+combinations fail at import with an undefined symbol or a missing operator.
 """
 
+import re
+import warnings
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
@@ -12,31 +15,45 @@ CUDA_BUILD = "fbgemm-gpu"
 
 
 class MatchedSet(NamedTuple):
-    """Versions that work together; a release matches when its first two numbers do (2.13.0+cpu matches 2.13.0)."""
+    """Versions that work together; a release matches when its first two numbers do (2.13.0+cpu matches 2.13.0).
+
+    ``pythons`` are those under which the whole suite was run with these versions, separated by spaces.
+    """
 
     torch: str
     fbgemm: str
     torchrec: str
+    pythons: str = ""
 
 
-_IMPORTED_BY_TORCHREC = "tensordict pyre-extensions tqdm"
-"""What --no-deps leaves out and the sharding of TorchRec imports."""
 MATCHED_SETS = (
-    MatchedSet("2.14.1", "1.9.0", "1.9.2"),
-    MatchedSet("2.13.0", "1.8.0", "1.8.0"),
-    MatchedSet("2.11.0", "1.6.0", "1.6.1"),
+    MatchedSet("2.14.1", "1.9.0", "1.9.2", "3.11 3.12 3.13"),
+    MatchedSet("2.13.0", "1.8.0", "1.8.0", "3.12"),
+    MatchedSet("2.11.0", "1.6.0", "1.6.1", "3.12"),
 )
+"""The tested sets, the default first and the oldest last. The Makefile reads these lines, so that each stays one line;
+a test compares all other files that name versions."""
+IMPORTED_BY_TORCHREC = "tensordict pyre-extensions"
+"""What --no-deps leaves out and ``import torchrec`` needs."""
 
 
-def require_matched_set() -> None:
-    """Checks that the installed torch, fbgemm and torchrec are one of ``MATCHED_SETS``.
+def require_matched_set(load: Callable[[], None] | None = None) -> None:
+    """Checks by their metadata that the installed torch, fbgemm and torchrec belong together.
+
+    A set that was not tested, but follows the rule above and is not older than the tested ones, is accepted with a
+    warning if ``load`` succeeds.
+
+    Args:
+        load: imports what cowrec needs of them; None leaves both this check and the warning out.
 
     Raises:
-        ImportError: they are not, or one is missing; the message names the versions found and the commands to run.
+        ImportError: they do not belong together, or one is missing, or ``load`` failed; the message names the versions
+            found and the commands to run.
     """
     torch, torchrec = _installed("torch"), _installed("torchrec")
     builds = {name: number for name in (CPU_BUILD, CUDA_BUILD) if (number := _installed(name))}
-    wanted = next((each for each in MATCHED_SETS if _same_series(torch, each.torch)), MATCHED_SETS[0])
+    tested = next((each for each in MATCHED_SETS if _same_series(torch, each.torch)), None)
+    wanted = tested or _by_rule(torch) or MATCHED_SETS[0]
     fits = (
         _same_series(torch, wanted.torch)
         and _same_series(torchrec, wanted.torchrec)
@@ -44,13 +61,29 @@ def require_matched_set() -> None:
         and all(_same_series(number, wanted.fbgemm) for number in builds.values())
         and not (torch.endswith("+cpu") and CUDA_BUILD in builds)
     )
+    found = {"torch": torch, **(builds or {"fbgemm-gpu": ""}), "torchrec": torchrec}
+    listed = ", ".join(f"{name} {number or '(not installed)'}" for name, number in found.items())
+    remedy = _remedy(tested or MATCHED_SETS[0], torch, torchrec, builds)
     if not fits:
-        found = {"torch": torch, **(builds or {"fbgemm-gpu": ""}), "torchrec": torchrec}
-        listed = ", ".join(f"{name} {number or '(not installed)'}" for name, number in found.items())
         raise ImportError(
-            "cowrec needs torch, fbgemm and torchrec of one matched set, "
-            f"found {listed}; install one with: {_remedy(wanted, torch, torchrec, builds)}"
+            f"cowrec needs torch, fbgemm and torchrec of one matched set, found {listed}; install one with: {remedy}"
         )
+    if tested or load is None:
+        return
+    try:
+        load()
+    except Exception as error:  # whatever a library raises while it is loaded
+        raise ImportError(
+            f"cowrec was not tested with {listed}, and cannot use them ({error}); install a tested set with: {remedy}"
+        ) from error
+    warnings.warn(f"cowrec was not tested with {listed}; to install a tested set: {remedy}", stacklevel=2)
+
+
+def _by_rule(torch: str) -> MatchedSet | None:
+    """The set of a torch 2.Y that is not older than the tested ones; None for others."""
+    minor = int(found[1]) if (found := re.match(r"2\.(\d+)", torch)) else 0
+    oldest = int(MATCHED_SETS[-1].torch.split(".")[1])
+    return MatchedSet(f"2.{minor}", f"1.{minor - 5}", f"1.{minor - 5}") if minor >= oldest else None
 
 
 def _installed(distribution: str) -> str:
@@ -72,7 +105,7 @@ def _remedy(wanted: MatchedSet, torch: str, torchrec: str, builds: dict[str, str
     hint = "" if keeps_cuda_build else f" (on an NVIDIA GPU {CUDA_BUILD} instead of {CPU_BUILD})"
     # Both builds install the same folder: uninstalling one breaks the other, so both are uninstalled first.
     clear = f"pip uninstall -y {CPU_BUILD} {CUDA_BUILD} && " if other in builds else ""
-    imported = "" if torchrec else f" {_IMPORTED_BY_TORCHREC}"
+    imported = "" if torchrec else f" {IMPORTED_BY_TORCHREC}"
     # Without --no-deps torchrec would install the CUDA build of fbgemm.
     return (
         f"{clear}pip install torch=={wanted.torch} {build}=={wanted.fbgemm}{imported} && "
