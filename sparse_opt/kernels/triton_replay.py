@@ -1,6 +1,8 @@
 """CUDA kernel that replays the missed steps of embedding rows (see numba_replay.py), bit-identical to the CPU's.
 
-A step depends on the step before it, so the longest absence sets the time: a program holds as few rows as fill a warp.
+A step depends on the step before it, so the longest absence sets the time: a program holds as few rows as fill a warp,
+and each row starts in the first turns of its loop. A step's scalars are loaded during the step before, because the
+machine code waits for a step's loads ahead of its root.
 """
 
 import torch
@@ -15,9 +17,10 @@ from .triton_rows import (
     clip_factors,
     divide,
     halvings,
+    load_scalars,
     programs,
     root,
-    scalars_of_rows,
+    scalars_of_table,
     step_of_element,
     tables_of,
     warps,
@@ -25,8 +28,8 @@ from .triton_rows import (
 
 ELEMENTS = 32
 """Elements of a program's rows, unless one row has more."""
-_UNROLLED = 4
-"""Steps of a turn of the loop, where a thread has one element: a step's scalars are read during the one before."""
+_UNROLLED = 2
+"""Turns that are compiled as one where a thread has one element; four need registers that would start fewer warps."""
 
 
 @triton.jit
@@ -50,30 +53,43 @@ def _replay_rows(
     element = start[:, None] + column[None, :]
     w = tl.load(state.weights + element, mask=inside, other=0.0)
     m = tl.load(state.exp_avg + element, mask=inside, other=0.0)
-    v = tl.load(state.exp_avg_sq + element, mask=inside, other=1.0)
+    v = tl.load(state.exp_avg_sq + element, mask=inside, other=0.0)
+    # Elements of zeros, such as a table's padding, stay zeros and take no step. The roots of their lanes are of 1.
+    bits = w.to(tl.int32, bitcast=True) | m.to(tl.int32, bitcast=True) | v.to(tl.int32, bitcast=True)
+    inside = bits != 0
+    v = tl.where(inside, v, 1.0)
     if CLIPPED:
         measured = column[None, :] < tl.load(clips.columns + table, mask=behind, other=0)[:, None]
         r = tl.load(clips.r + table, mask=behind, other=0.0)
         floor = tl.load(clips.floor + table, mask=behind, other=0.0)
     reached = tl.where(behind, step, last)
     moving = behind
-    begin = tl.where(inside, last[:, None], step)  # of each element's steps
-    now = tl.min(last)
-    while now < step:
-        until = tl.minimum(step, (now // INTERVAL + 1) * INTERVAL)
-        for t in tl.range(now, until, loop_unroll_factor=UNROLL):
+    # In a turn each row takes the step of the turn's number plus the row's shift. No row waits for the absence of
+    # another to begin, and all reach multiples of INTERVAL together.
+    turn = tl.min(last)
+    shift = (last - turn) // INTERVAL * INTERVAL
+    shifts = shift[:, None] + tl.zeros_like(bits)
+    begin = last - shift
+    missed = tl.where(inside, (step - last)[:, None], 0)
+    end = tl.max(tl.where(behind, step - shift, turn))
+    while turn < end:
+        until = tl.minimum(end, (turn // INTERVAL + 1) * INTERVAL)
+        following = load_scalars(steps, tl.minimum(turn + shifts, step - 1), HAS_DECAY)
+        for k in tl.range(turn, until, loop_unroll_factor=UNROLL):
+            scalars = scalars_of_table(following, lr_factor[:, None])
+            following = load_scalars(steps, tl.minimum(k + 1 + shifts, step - 1), HAS_DECAY)
             g = constants.twice_l2 * w
             if CLIPPED:
                 factor, _ = clip_factors(w, g, measured, r, floor, 1.0)
                 g = tl.where(measured, g * factor[:, None], g)
-            scalars = scalars_of_rows(steps, t, lr_factor, HAS_DECAY)
             new_w, new_m, new_v = step_of_element(w, m, v, g, constants, scalars, root, divide)
-            takes = begin <= t
+            takes = (k - begin).to(tl.uint32)[:, None] < missed.to(tl.uint32)  # a negative number becomes large
             w, m, v = tl.where(takes, new_w, w), tl.where(takes, new_m, m), tl.where(takes, new_v, v)
-        now = until
-        if now % INTERVAL == 0:
-            started = moving & (last < now)
-            lr = tl.maximum(tl.load(steps.step_sizes + now - 1), thresholds.lr)
+        turn = until
+        if turn % INTERVAL == 0:
+            now = turn + shift
+            started = moving & (last < now) & (now <= step)
+            lr = tl.maximum(tl.load(steps.step_sizes + now - 1, mask=started, other=0.0), thresholds.lr)
             lr = lr * tl.where(lr_factor > 0, lr_factor, 1.0)
             decayed = tl.abs(m) * lr[:, None] <= thresholds.motion
             if HAS_L2:
@@ -85,9 +101,8 @@ def _replay_rows(
             row_decayed = started & (tl.min(decayed.to(tl.int32), axis=1) == 1)
             reached = tl.where(row_decayed, -now - 1, reached)
             moving = moving & (row_decayed == 0)
-            begin = tl.where(row_decayed[:, None], step, begin)
-            if tl.max(moving.to(tl.int32)) == 0:
-                now = step
+            missed = tl.where(row_decayed[:, None], 0, missed)
+            end = tl.max(tl.where(moving, step - shift, turn))
     tl.store(state.weights + element, w, mask=inside)
     tl.store(state.exp_avg + element, m, mask=inside)
     tl.store(state.exp_avg_sq + element, v, mask=inside)

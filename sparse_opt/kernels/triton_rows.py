@@ -41,11 +41,10 @@ scalars_of_table = triton.jit(FunctionType(table_scalars.__code__, globals()))
 
 
 @triton.jit
-def scalars_of_rows(steps, step, lr_factor, HAS_DECAY: tl.constexpr = True):
-    """Returns the scalars of step ``step``, from 0, for rows whose tables have these factors of the rate, [R]."""
-    decay = tl.load(steps.decays + step) if HAS_DECAY else 0.0
-    scalars = AdamScalars(tl.load(steps.step_sizes + step), tl.load(steps.denominator_scales + step), decay)
-    return scalars_of_table(scalars, lr_factor[:, None])
+def load_scalars(steps, step, HAS_DECAY: tl.constexpr):
+    """Returns the scalars of steps, from 0, of any shape."""
+    decay = tl.load(steps.decays + step) if HAS_DECAY else tl.zeros_like(step).to(tl.float32)
+    return AdamScalars(tl.load(steps.step_sizes + step), tl.load(steps.denominator_scales + step), decay)
 
 
 @triton.jit
@@ -475,7 +474,7 @@ def _update(
         tl.store(results.ratio + u, ratio, mask=exists)
         tl.store(results.table + u, table.to(tl.int32), mask=exists)
         lr_factor = tl.load(steps.lr_factors + table, mask=exists, other=0.0)
-        scalars = scalars_of_rows(steps, step - 1, lr_factor)
+        scalars = scalars_of_table(load_scalars(steps, step - 1, True), lr_factor[:, None])
         w, m, v = step_of_element(w, m, v, g, constants, scalars, root, divide)
         if HAS_FTRL:
             adam = column[None, :] < tl.load(steps.adam_columns + table, mask=exists, other=0)[:, None]
