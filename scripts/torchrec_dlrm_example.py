@@ -60,7 +60,7 @@ def main() -> None:
 
     handle: LookupsHandle | EmbeddingAdam
     if arguments.replay:
-        handle = EmbeddingAdam(model, AdamConfig(lr=0.01, l2=1e-6, absent_rows="replay"), CowClip(r=1.0, zeta=1e-5))
+        handle = EmbeddingAdam(model, AdamConfig(lr=0.01, l2=1e-6), CowClip(r=1.0, zeta=1e-5))
     else:
         handle = attach_cowclip(model, CowClip(r=1.0, zeta=1e-5))  # line 2
 

@@ -3,6 +3,7 @@
 Run it with `python docs/tutorials/plug_in.py`; it takes some seconds. docs/plug_in.md has all that can be combined.
 """
 
+import io
 import logging
 import warnings
 
@@ -10,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.sparse_opt import PRESETS, CowClip, attach_cowclip
+from cowrec.sparse_opt import PRESETS, AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
 
 FIELDS, ROWS, DIM = ["user", "item"], 1000, 8
 
@@ -50,38 +51,73 @@ def batch(size: int, draw: torch.Generator) -> tuple[KeyedJaggedTensor, torch.Te
     return KeyedJaggedTensor(FIELDS, ids.flatten(), lengths=ones), clicks.float()
 
 
-def main() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def sharded_model(optimizer: type[torch.optim.Optimizer], lr: float) -> DistributedModelParallel:
+    """Shards the model by the plan of TorchRec's planner, its tables under a fused optimizer."""
     torch.manual_seed(0)
     model = Model()
-    apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": 0.1})
-    sharders = [EmbeddingBagCollectionSharder()]
-    plan = EmbeddingShardingPlanner(topology=Topology(1, "cpu")).collective_plan(model, sharders, dist.group.WORLD)
-    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    apply_optimizer_in_backward(optimizer, model.tables.parameters(), {"lr": lr})
+    return DistributedModelParallel(model, device=torch.device("cpu"))
 
-    # %% The plug-in is one line: from here on, the gradient of each row is clipped in the backward pass.
-    handle = attach_cowclip(sharded, CowClip(r=1e-3, zeta=1e-5))
 
-    # %% Your training loop stays as it is. The loss must be the mean over the global batch.
-    dense = torch.optim.Adam(model.network.parameters(), lr=1e-3)
-    draw = torch.Generator().manual_seed(1)
-    for step in range(1, 61):
+def job_optimizer(model: DistributedModelParallel) -> CombinedOptimizer:
+    """TorchRec's recipe: the fused optimizer of the tables, and Adam for all other parameters."""
+    network = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense = KeyedOptimizerWrapper(network, lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
+    return CombinedOptimizer([model.fused_optimizer, dense])
+
+
+def train(model: DistributedModelParallel, optimizer: CombinedOptimizer, steps: range) -> None:
+    """A training loop, in which nothing is cowrec's. The loss must be the mean over the global batch."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - (steps.start + step) / 60)
+    draw = torch.Generator().manual_seed(1 + steps.start)
+    for step in steps:
         ids, clicks = batch(512, draw)
-        loss = nn.functional.binary_cross_entropy_with_logits(sharded(ids), clicks)
-        dense.zero_grad()
+        optimizer.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(model(ids), clicks)
         loss.backward()
-        dense.step()
-        if step % 20 == 0:
-            print(f"step {step}: loss {loss.item():.4f}")
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % 20 == 0:
+            print(f"step {step + 1}: loss {loss.item():.4f}")
+
+
+def main() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    # %% CowClip under the optimizer that you have takes one line: from here on, the gradient of each row is clipped in
+    # the backward pass.
+    model = sharded_model(RowWiseAdagrad, lr=0.1)
+    handle = attach_cowclip(model, CowClip(r=1e-3, zeta=1e-5))
+    train(model, job_optimizer(model), range(60))
 
     # %% How often did it bind? A clip that never does has no effect; the published r = 1 does not bind on
     # data as easy as these.
     for table, statistics in handle.stats().items():
         print(f"{table}: {statistics.clipped_share:.1%} of {statistics.rows:,} row updates were clipped")
+    handle.remove()
+
+    # %% The paper's optimizer takes the place of fused SGD. Make it right after DistributedModelParallel: schedulers,
+    # wrappers and checkpoints then go on with model.fused_optimizer.
+    model = sharded_model(torch.optim.SGD, lr=0.1)
+    EmbeddingAdam(model, AdamConfig(lr=0.05, l2=1e-5), CowClip(r=1.0, zeta=1e-5))
+    optimizer = job_optimizer(model)
+    train(model, optimizer, range(40))
+    checkpoint = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
+
+    # %% A new process goes on from the checkpoint.
+    model = sharded_model(torch.optim.SGD, lr=0.1)
+    EmbeddingAdam(model, AdamConfig(lr=0.05, l2=1e-5), CowClip(r=1.0, zeta=1e-5))
+    optimizer = job_optimizer(model)
+    optimizer.optimizers[1][1].init_state()  # as TorchRec asks for before a state of a dense optimizer is loaded
+    checkpoint.seek(0)
+    state = torch.load(checkpoint, weights_only=False)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    train(model, optimizer, range(40, 60))
 
     # %% The published hyperparameters of a data set, scaled to a batch size, are functions of plain numbers.
     print(PRESETS["criteo"](131072).hyperparameters)
-    handle.remove()
     dist.destroy_process_group()
 
 

@@ -46,11 +46,13 @@ class EmbeddingAdam(UpdatedInBackward):
     """Adam over all sharded tables of a model, with a clip rule; ``config.absent_rows`` sets which rows a step updates.
 
     The tables must be sharded under plain fused SGD (``EmbOptimType.EXACT_SGD``), whose update this class replaces.
-    Data-parallel tables leave their DistributedDataParallel, and the dense optimizer must not train them.
+    Data-parallel tables leave their DistributedDataParallel, and the dense optimizer must not train them:
+    ``torchrec.optim.optimizers.in_backward_optimizer_filter`` leaves them out.
 
-    It is a KeyedOptimizer like TorchRec's own fused ones: :meth:`step` and :meth:`zero_grad` do nothing, because the
-    backward pass updates the tables, with the learning rate in ``param_groups`` at that time; learning rate schedulers
-    and TorchRec's wrappers set it there. GradientClippingOptimizer clips dense gradients alone, as tables have none.
+    It is a KeyedOptimizer like TorchRec's own fused ones, and takes their place in the model's ``fused_optimizer``, which
+    has the same state and sets the same rates: :meth:`step` and :meth:`zero_grad` do nothing, because the backward pass
+    updates the tables, with the learning rate in ``param_groups`` at that time; learning rate schedulers and TorchRec's
+    wrappers set it there. GradientClippingOptimizer clips dense gradients alone, as tables have none.
 
     The state of a table, by its weight's path, is ``exp_avg`` and ``exp_avg_sq``, float32, sharded like the weight, and
     ``step``, int64 []. Taking it brings all rows up to date first, so that it does not matter whether this state or the
@@ -63,8 +65,8 @@ class EmbeddingAdam(UpdatedInBackward):
 
     Under ``absent_rows = "replay"`` rows catch up when a forward pass looks them up, in training and in evaluation, and
     all rows when the model's ``state_dict()`` is taken; neither changes the results of training. Call :meth:`flush`
-    before reading the tables' memory in other ways. Weights loaded by the model's ``load_state_dict`` are taken to be
-    those after the latest step.
+    before reading or writing the tables' memory in other ways; a forward pass raises RuntimeError if rows were written
+    while steps were owed. Weights loaded by the model's ``load_state_dict`` are taken to be those after the latest step.
 
     Args:
         model: as in :func:`attach_cowclip`.
@@ -82,7 +84,8 @@ class EmbeddingAdam(UpdatedInBackward):
 
     Raises:
         ValueError: as :func:`attach_cowclip`, a table has another fused optimizer or cannot be replayed, the rule
-            bounds more than a row under "replay", or FTRL has no columns.
+            bounds more than a row under "replay", FTRL has no columns, or a scheduler drives the fused optimizers
+            already.
     """
 
     def __init__(
