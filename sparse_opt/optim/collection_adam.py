@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import isclose
+from math import inf, isclose
 from threading import get_ident
 from typing import Any
 
@@ -25,7 +25,7 @@ from cowrec.sparse_opt.tbe.column_shards import copy_from_first_shards
 from cowrec.sparse_opt.tbe.lookup import ShardedCollection, process_group_of, sharded_like_weights
 
 from .lookup_adam import LookupAdam
-from .replay import StepHistory
+from .replay import StepHistory, largest_rate
 
 LAST_STEP, LRS, STEP = "last_step", "lrs", "step"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -59,7 +59,7 @@ class CollectionAdam:
         lookups: Adam on each lookup.
         history: the collection's steps.
         params: weights by path, sharded as in the model's ``state_dict()``; made by :meth:`make_state`.
-        group: the param_group of all of them; made by :meth:`replace_fused`.
+        groups: param_groups, of which the first has all of them; made by :meth:`replace_fused`.
         of_param: entries ``exp_avg`` and ``exp_avg_sq`` of each weight, sharded like it, and ``step``. Where rows are
             replayed, within :meth:`as_stored`, ``last_step`` in place of ``step``, and the last weight's ``lrs``.
     """
@@ -82,7 +82,9 @@ class CollectionAdam:
         self.lookups = [LookupAdam(each, config, self.history, lr_factors) for each in clipped]
         self.params: dict[str, Tensor] = {}
         self.of_param: dict[Tensor, dict[str, Entry]] = {}
-        self.group: dict[str, Any] = {}
+        self.groups: list[dict[str, Any]] = []
+        self._lr_factors = lr_factors
+        self._largest_rate = largest_rate(config, lr_factors.values())
         self._steps = 0
         self._is_stored = False
         """Whether entries are those of :meth:`as_stored`."""
@@ -106,9 +108,30 @@ class CollectionAdam:
         if self.history.is_replayed:
             self.history.replace(np.full(value, self._config.lr))
 
+    @property
+    def lr(self) -> float:
+        """See :attr:`EmbeddingAdam.lr`."""
+        return self._checked_lr(self.groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        for group in self.groups:
+            group["lr"] = self._checked_lr(value)
+
+    def _checked_lr(self, value: float) -> float:
+        if not 0 <= value < inf:
+            raise ValueError(f"EmbeddingAdam.lr must be >= 0 and finite, got {value}")
+        if self.history.is_replayed and value > self._largest_rate:
+            raise ValueError(
+                f"EmbeddingAdam.lr = {value:g} is above {self._largest_rate:g}, the largest rate for which"
+                f" AdamConfig.lr = {self._config.lr:g} tells when a row is at rest; give AdamConfig the largest"
+                " learning rate of the schedule, and let the schedule begin below it"
+            )
+        return float(value)
+
     def reconfigure(self, config: AdamConfig, after: int | None) -> None:
         """Changes the settings of the coming steps; see :meth:`EmbeddingAdam.reconfigure`."""
-        self._config = config
+        self._config, self._largest_rate = config, largest_rate(config, self._lr_factors.values())
         self.history.reconfigure(config, self.step if after is None else after)
         for adam in self.lookups:
             adam.reconfigure(config)
@@ -200,11 +223,11 @@ class CollectionAdam:
         for adam in self.lookups:
             adam.accept_writes()
 
-    def count_step(self, lr: float) -> None:
+    def count_step(self) -> None:
         """Counts a step that a captured CUDA graph has taken."""
         for adam in self.lookups:
             adam.count_step()
-        self.history.record(self.step, lr)
+        self.history.record(self.step, self.lr)
 
     def _replayed(self) -> list[LookupAdam]:
         return [adam for adam in self.lookups if adam.replays]
@@ -332,28 +355,26 @@ class CollectionAdam:
     def replace_fused(self, lr: float) -> Callable[[], None]:
         """Makes the model's ``fused_optimizer`` drive these tables, also within wrappers that hold it already.
 
-        These may hold its param_groups, which therefore stay, with the rate ``lr``; :attr:`group` is the first one.
+        These may hold its param_groups, which therefore stay, with the rate ``lr``.
         Dense tables are marked as tables whose update is fused, so that TorchRec's recipe leaves them to it.
 
         Returns:
             A function that undoes it.
         """
         fused, replaced = self._fused, self._fused[:]
-        groups = [group for _, each in replaced for group in each.param_groups] or [{}]
-        earlier = [dict(group) for group in groups]
-        for group in groups:
-            group.update(params=[], lr=lr)
-        self.group = groups[0]
+        self.groups = [group for _, each in replaced for group in each.param_groups] or [{}]
+        earlier = [dict(group) for group in self.groups]
         weights = dict(zip(self._keys, self.params.values(), strict=True))
-        self.group["params"] = list(weights.values())
-        fused[:] = [("", UpdatedInBackward(weights, self.of_param, groups))]
+        for number, group in enumerate(self.groups):
+            group.update(params=[] if number else list(weights.values()), lr=lr)
+        fused[:] = [("", UpdatedInBackward(weights, self.of_param, self.groups))]
         dense = [each for each in self.collection.parameters() if not hasattr(each, _UPDATED_IN_BACKWARD)]
         for each in dense:
             setattr(each, _UPDATED_IN_BACKWARD, [fused[0][1]])
 
         def undo() -> None:
             fused[:] = replaced
-            for group, own in zip(groups, earlier, strict=True):
+            for group, own in zip(self.groups, earlier, strict=True):
                 group.clear()
                 group.update(own)
             for each in dense:

@@ -39,7 +39,7 @@ from cowrec.sparse_opt.tbe.discovery import (
 
 from .collection_adam import CollectionAdam, UpdatedInBackward
 from .lookup_adam import LookupAdam, require_replaceable
-from .replay import largest_rate, require_replayable
+from .replay import require_replayable
 
 
 class EmbeddingAdam(UpdatedInBackward):
@@ -49,10 +49,10 @@ class EmbeddingAdam(UpdatedInBackward):
     Data-parallel tables leave their DistributedDataParallel, and the dense optimizer must not train them:
     ``torchrec.optim.optimizers.in_backward_optimizer_filter`` leaves them out.
 
-    It is a KeyedOptimizer like TorchRec's own fused ones, and takes their place in the model's ``fused_optimizer``, which
-    has the same state and sets the same rates: :meth:`step` and :meth:`zero_grad` do nothing, because the backward pass
-    updates the tables, with the learning rate in ``param_groups`` at that time; learning rate schedulers and TorchRec's
-    wrappers set it there. GradientClippingOptimizer clips dense gradients alone, as tables have none.
+    It is a KeyedOptimizer like TorchRec's own fused ones, and takes their place in the model's ``fused_optimizer``,
+    which has the same state and sets the same rates: :meth:`step` and :meth:`zero_grad` do nothing, because the
+    backward pass updates the tables, with the learning rate in ``param_groups`` at that time; learning rate schedulers
+    and TorchRec's wrappers set it there. GradientClippingOptimizer clips dense gradients alone, as tables have none.
 
     The state of a table, by its weight's path, is ``exp_avg`` and ``exp_avg_sq``, float32, sharded like the weight, and
     ``step``, int64 []. Taking it brings all rows up to date first, so that it does not matter whether this state or the
@@ -66,7 +66,7 @@ class EmbeddingAdam(UpdatedInBackward):
     Under ``absent_rows = "replay"`` rows catch up when a forward pass looks them up, in training and in evaluation, and
     all rows when the model's ``state_dict()`` is taken; neither changes the results of training. Call :meth:`flush`
     before reading or writing the tables' memory in other ways; a forward pass raises RuntimeError if rows were written
-    while steps were owed. Weights loaded by the model's ``load_state_dict`` are taken to be those after the latest step.
+    while steps were owed. Weights that the model's ``load_state_dict`` loads are those after the latest step.
 
     Args:
         model: as in :func:`attach_cowclip`.
@@ -110,7 +110,6 @@ class EmbeddingAdam(UpdatedInBackward):
         named = named_tables(model, "lr_factors", factors)
         self._lr_factors = {table: float(factors[name]) for table, name in named.items()}
         _require_rates(self._lr_factors, config)
-        self._largest_rate = largest_rate(config, self._lr_factors.values())
         self._column_ranks = column_ranks = column_split_tables(model)
         if config.absent_rows == "replay":
             require_replayable(self._rules, config, column_ranks)
@@ -143,14 +142,14 @@ class EmbeddingAdam(UpdatedInBackward):
         params = {key: weight for each in self.collections for key, weight in each.params.items()}
         state = {weight: own for each in self.collections for weight, own in each.of_param.items()}
         self._undo = [each.replace_fused(config.lr) for each in self.collections]
-        super().__init__(params, state, [each.group for each in self.collections])
+        super().__init__(params, state, [each.groups[0] for each in self.collections])
         adam_of = {adam.clipped: adam for adam in self.lookups}
         collection_of = {adam.clipped: each for each in self.collections for adam in each.lookups}
 
         def look_up(clipped: ClippedLookup, forward: Forward, inputs: Inputs) -> Tensor:
             collection = collection_of[clipped]
             collection.take_missed_steps()  # a pipeline may look up before it calls the collection
-            return adam_of[clipped].look_up(partial(self.rate_of, collection), loss_scale, forward, inputs)
+            return adam_of[clipped].look_up(lambda: collection.lr, loss_scale, forward, inputs)
 
         self._handle: LookupsHandle = wrap_lookups(
             called,
@@ -172,27 +171,12 @@ class EmbeddingAdam(UpdatedInBackward):
             ValueError: it is negative or not finite, or replay has set rows to rest that would move under so high a
                 rate; here and when the backward pass takes the step.
         """
-        return self.rate_of(self.collections[0])
+        return self.collections[0].lr
 
     @lr.setter
     def lr(self, value: float) -> None:
-        for group in self.param_groups:
-            group["lr"] = self._checked_lr(value)
-
-    def rate_of(self, collection: CollectionAdam) -> float:
-        """:attr:`lr` of one collection, which a schedule of its own may set."""
-        return self._checked_lr(collection.group["lr"])
-
-    def _checked_lr(self, value: float) -> float:
-        if not 0 <= value < inf:
-            raise ValueError(f"EmbeddingAdam.lr must be >= 0 and finite, got {value}")
-        if self.config.absent_rows == "replay" and value > self._largest_rate:
-            raise ValueError(
-                f"EmbeddingAdam.lr = {value:g} is above {self._largest_rate:g}, the largest rate for which"
-                f" AdamConfig.lr = {self.config.lr:g} tells when a row is at rest; give AdamConfig the largest learning"
-                " rate of the schedule, and let the schedule begin below it"
-            )
-        return float(value)
+        for each in self.collections:
+            each.lr = value
 
     def stats(self) -> dict[str, TableStats]:
         """See :meth:`LookupsHandle.stats`."""
@@ -269,17 +253,17 @@ class EmbeddingAdam(UpdatedInBackward):
             if now != given:
                 raise ValueError(f"{what} cannot change from {now!r} to {given!r}; make a new EmbeddingAdam")
         _require_rates(self._lr_factors, config)
-        self._largest_rate = largest_rate(config, self._lr_factors.values())
         if config.absent_rows == "replay":
             require_replayable(rules, config, self._column_ranks)
         if self.steps:
             self.flush()
         rate = self.lr if config.lr == self.config.lr else config.lr
-        self.config, self.lr, self.rule, self._rules = config, rate, rule, rules
+        self.config, self.rule, self._rules = config, rule, rules
         for adam in self.lookups:
             adam.clipped.limits.set_rules(rules)
         for collection in self.collections:
             collection.reconfigure(config, after)
+        self.lr = rate
 
     def set_ftrl_samples(self, samples: int) -> None:
         """Sets ``wide.batch_size`` of the coming steps, as before a last, shorter batch; has no effect without FTRL."""

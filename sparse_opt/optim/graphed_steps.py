@@ -24,12 +24,12 @@ class GraphedSteps:
         """Prepares the device for the coming step; call it before the capture and each replay of the graph."""
         for each in self._adam.collections:
             each.take_missed_steps()
-            each.history.prepare(each.step + 1, self._adam.rate_of(each))
+            each.history.prepare(each.step + 1, each.lr)
 
     def count(self) -> None:
         """Counts a step that the graph has taken."""
         for each in self._adam.collections:
-            each.count_step(self._adam.rate_of(each))
+            each.count_step()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
