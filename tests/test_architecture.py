@@ -83,9 +83,8 @@ FOLDERS: dict[str, dict[str, str]] = {
         "online": "config runtime sharded_model runs measures training export publishing",
         "serving": "runs export publishing",
         "bench": "config runtime reports sharded_model runs training",
-        "planning": "config runtime sharded_model",
         "sweep": "config runtime reports sharded_model runs measures training",
-        "cli": ("config runtime reports runs training export publishing online serving bench planning sweep"),
+        "cli": ("config runtime reports runs training export publishing online serving bench sweep"),
         "__main__": "cli",
     },
 }

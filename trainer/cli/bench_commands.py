@@ -1,80 +1,18 @@
-"""The commands about speed and size: ``cowrec plan | bench``."""
+"""The command about speed: ``cowrec bench``."""
 
-import dataclasses
-import json
-import logging
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 
-from .flags import Overrides, RunToml, TrainData, load_run, output_flag, parse_counts, parse_list, parse_table_rows
+from .flags import output_flag, parse_counts, parse_list, parse_table_rows
 
 app = typer.Typer()
 
 _PRESETS = ("criteo", "mlperf-dcnv2", "embedding-adam")
 _OF_CRITEO_ALONE = ("absent_rows", "model", "epoch_share")
-_MOST_LINES = 12
-
-
-@app.command()
-def plan(
-    config: RunToml,
-    hosts: Annotated[int, typer.Option(min=1, help="Number of hosts.")],
-    data: TrainData = None,
-    devices: Annotated[int, typer.Option(min=1, help="GPUs of a host, or processes on its CPUs.")] = 8,
-    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Kind of device.")] = "cuda",
-    memory_gb: Annotated[float, typer.Option(min=0.001, help="Memory of a GPU.")] = 80.0,
-    host_memory_gb: Annotated[float, typer.Option(min=0.001, help="Memory of a host.")] = 2000.0,
-    output: Annotated[Path | None, output_flag("Also write the plan as JSON.")] = None,
-    overrides: Overrides = None,
-) -> None:
-    """Plans a run on a cluster before it is rented: memory and traffic of each rank, and what does not fit.
-
-    Hosts are DGX H100 unless flags say otherwise. Tables are sharded as in training; the ids of a sample are those of
-    the first batch of the data set, which may be a sample.
-
-    Example: `cowrec plan run.toml --data data/criteo --hosts 8 --memory-gb 141`
-    """
-    from cowrec.data_pipeline import Schema
-    from cowrec.data_pipeline.files import replace_file, require_target
-    from cowrec.trainer.config.run import with_defaults
-    from cowrec.trainer.planning.plan import Cluster, plan_run
-
-    if output:
-        require_target(output)
-    logging.getLogger("torchrec").setLevel(logging.ERROR)  # its planner warns of clusters that are not detected
-    cluster = Cluster(hosts, devices, device, memory_gb, host_memory_gb)
-    loaded, folder = load_run(config, overrides, data)
-    loaded = with_defaults(loaded, Schema.load(folder).split("train").rows)
-    made = plan_run(loaded, folder, cluster)
-    sharding, size = loaded.sharding, loaded.train.batch_size
-    print(f"{sharding.plan}, {sharding.memory}; {hosts} hosts of {devices} {device} devices, batch {size:,}")
-    memory = [each.memory | {"device": each.device_bytes, "host": each.host_bytes} for each in made.ranks]
-    print(f"\nGB that a rank needs; of the host, with the copy of a checkpoint\n{_table(made.ranks, memory, 1e9)}")
-    print(f"\nMB that a rank sends in a step\n{_table(made.ranks, [each.sent for each in made.ranks], 1e6)}")
-    for misfit in made.misfits:
-        print(f"does not fit: {misfit}")
-    if made.misfits:
-        print(f"fits: {'; '.join(made.remedies) or 'no kind of sharding, nor 64 times the hosts'}")
-    if output:
-        values = {"cluster": dataclasses.asdict(cluster), "batch_size": size, **dataclasses.asdict(made)}
-        replace_file(output, (json.dumps(values, indent=1) + "\n").encode())
-
-
-def _table(kinds: list[Any], sizes: list[dict[str, int]], unit: float) -> str:
-    """A line for each kind of ranks, those that need most first."""
-    from cowrec.trainer.reports.text_table import aligned
-
-    parts = list(dict.fromkeys(part for each in sizes for part in each))
-    lines = [["ranks", *(part.replace("_", " ") for part in parts)]]
-    for kind, each in zip(kinds[:_MOST_LINES], sizes, strict=False):
-        others = f" and {len(kind.ranks) - 1} like it" if len(kind.ranks) > 1 else ""
-        lines.append([f"{kind.ranks[0]}{others}", *(f"{each.get(part, 0) / unit:.3f}" for part in parts)])
-    more = f"\n... and {len(kinds) - _MOST_LINES} kinds that need less" if len(kinds) > _MOST_LINES else ""
-    return aligned(lines) + more
 
 
 @app.command()

@@ -59,7 +59,7 @@ def message_of(error: BaseException) -> str:
     if _is_out_of_memory(error):
         return (
             f"{str(error).partition('. ')[0]}; lower train.batch_size or raise train.accumulation, set data.resident ="
-            ' "no", or train on more GPUs: cowrec plan shows what needs memory'
+            ' "no", or train on more GPUs'
         )
     return str(error)
 

@@ -37,10 +37,6 @@ _FOUR_COLUMNS = 4
 """Shards of a table's columns have a multiple of this width in FBGEMM."""
 
 
-class TablesDoNotFit(ValueError):
-    """The error of a plan for which the devices have too little memory."""
-
-
 def sharding_plan(
     model: nn.Module,
     kinds: Mapping[str, str],
@@ -254,7 +250,7 @@ def _planned(
         return planner.plan(model, [sharder])
     except PlannerError as error:
         reason = str(error).strip().partition("\n")[0].rstrip(" .")
-        raise TablesDoNotFit(
+        raise ValueError(
             f"TorchRec's planner cannot fit the tables on {process.world_size} processes ({reason}); train on more, set"
             ' the kinds in [sharding], or sharding.memory = "uvm"'
         ) from error

@@ -222,7 +222,6 @@ MISTAKES = {
     "predict none --data none -o no/p.parquet": "no/p.parquet cannot be written: the folder no does not exist; create",
     "predict none --data none -o /dev/null": "/dev/null is a device or a pipe; name a file",
     "predict none --data none -o {data}": "data is a folder; name a file, such as",
-    "plan {toml} --data {data} --hosts 1 -o no/p.json": "no/p.json cannot be written: the folder no does not",
     "schema infer {toml} -o no/s.toml": "no/s.toml cannot be written: the folder no does not exist; create it first",
     "schema infer {toml} -o {toml}": "run.toml exists; choose another --output, or remove it",
     "bench -o no/bench.jsonl": "no/bench.jsonl cannot be written: the folder no does not exist; create it first",
