@@ -38,6 +38,7 @@ from cowrec.sparse_opt.tbe.lookup import BagsOfLookup
 from cowrec.trainer.bench.measurement import last_steps
 
 CONFIG = AdamConfig(lr=1e-3, l2=1e-4, eps=1e-7, adam_epsilon="keras", absent_rows="replay")
+LIMIT = RowLimit(1.0, 1e-5, per_occurrence=True)
 SMALL_TABLES = ((1000, 12), (7, 1), (300, 40), (60, 4))
 """Rows and columns; one row is wider than a warp, one has a single column."""
 
@@ -72,11 +73,13 @@ class Problem:
 
 
 def small_problem(device: torch.device, steps: int = 4, batch: int = 32) -> Problem:
-    """Tables of several widths, bags of none to three ids, and rows that missed up to 70 steps or have decayed.
+    """Tables of several widths, bags of none to three ids, and rows that missed up to 96 steps or have decayed.
 
+    The last column of a table is padding. A fifth of the rows decays before the absence of some neighbours begins.
     All numbers are hashes and exact in float32, so that they are the same on every machine.
     """
     rows, dims = np.array(SMALL_TABLES).T
+    width_of_row = np.repeat(dims, rows)
     layout = _layout(rows, dims, device)
     draws = iter(range(1 << 20))
 
@@ -90,8 +93,10 @@ def small_problem(device: torch.device, steps: int = 4, batch: int = 32) -> Prob
         return 2.0 ** -np.floor(20 * uniform(size))
 
     weights = (2 * uniform(layout.size) - 1) * powers(layout.size)
+    weights *= np.repeat(np.where(uniform(layout.num_rows) < 0.2, 2.0**-40, 1.0), width_of_row)
+    weights[np.cumsum(width_of_row)[width_of_row > 1] - 1] = 0
     state = [weights, weights * powers(layout.size) * 2.0**-8, weights**2 * 2.0**-10]
-    last = np.floor(71 * uniform(layout.num_rows)).astype(np.int32)
+    last = np.floor(97 * uniform(layout.num_rows)).astype(np.int32)
     last = np.where(uniform(layout.num_rows) < 0.1, ~(last // DECAY_INTERVAL * DECAY_INTERVAL), last)
     bags = BagsOfLookup(range(len(rows)), dims.tolist(), device)
     batches = []
@@ -104,9 +109,10 @@ def small_problem(device: torch.device, steps: int = 4, batch: int = 32) -> Prob
             "offsets": torch.from_numpy(np.concatenate([[0], lengths.ravel().cumsum()])).to(device),
         }
         grad = (2 * uniform(batch, int(dims.sum())) - 1) * powers(batch)[:, None]
+        grad[:, np.cumsum(dims)[dims > 1] - 1] = 0
         batches.append((bags.of(inputs), torch.from_numpy(grad.astype(np.float32)).to(device)))
     arrays = (torch.from_numpy(each.astype(np.float32)).to(device) for each in state)
-    return Problem(layout, AdamState(*arrays), torch.from_numpy(last).to(device), 70, batches)
+    return Problem(layout, AdamState(*arrays), torch.from_numpy(last).to(device), 96, batches)
 
 
 def criteo_problem(device: torch.device, batch: int, steps: int, max_rows: int | None) -> Problem:
@@ -133,7 +139,10 @@ def _layout(rows: np.ndarray, dims: np.ndarray, device: torch.device) -> LookupL
 
 
 def steps(problem: Problem, kind: str) -> Iterator[int]:
-    """Takes the problem's steps in place with a back end, "triton", "torch" or "numba"; yields their numbers."""
+    """Takes the problem's steps in place with a back end, "triton", "torch" or "numba"; yields their numbers.
+
+    The learning rate falls, so that a step with the scalars of another leaves other bits.
+    """
     layout, device = problem.layout, problem.last_step.device
     lookup: Any = SimpleNamespace(
         flat_weights=lambda: problem.state.weights,
@@ -142,8 +151,8 @@ def steps(problem: Problem, kind: str) -> Iterator[int]:
         num_ranks=1,
         splits_rows=False,
     )
-    limit, ones = RowLimit(1.0, 1e-5, per_occurrence=True), torch.ones(layout.tables, device=device)
-    clips = TableClips(layout.dim, limit.r * ones, limit.floor * ones, ones.bool())
+    ones = torch.ones(layout.tables, device=device)
+    clips = TableClips(layout.dim, LIMIT.r * ones, LIMIT.floor * ones, ones.bool())
     limits: Any = SimpleNamespace(clips=clips, scope="row")
     statistics = ClipStatistics(lookup)
     made = (lookup, layout, limits, statistics)
@@ -154,23 +163,28 @@ def steps(problem: Problem, kind: str) -> Iterator[int]:
     else:
         backend = TritonRows(*made) if kind == "triton" else NumbaRows(*made)
     history = StepHistory(CONFIG, device)
-    history.replace(np.full(problem.step, CONFIG.lr))
-    thresholds = decay_thresholds(CONFIG, 1.0, [limit] * layout.tables)
+    history.replace(falling_rate(np.arange(1, problem.step + 1)))
+    thresholds = decay_thresholds(CONFIG, 1.0, [LIMIT] * layout.tables)
     log_decay = torch.tensor([log_beta2(CONFIG)], dtype=torch.float64, device=device)
 
     def adam() -> AdamRows:
         taken = torch.tensor([problem.step], dtype=torch.int32, device=device)
         on_device = DeviceSteps(taken, problem.last_step, *history.schedule, ones, log_decay, layout.dim)
-        scalars = history.scalars(max(problem.step, 1), CONFIG.lr)
+        scalars = history.scalars(max(problem.step, 1), falling_rate(problem.step))
         numbers = (problem.step, scalars, log_beta2(CONFIG), False, None)
         return AdamRows(problem.state, adam_constants(CONFIG), thresholds, on_device, *numbers)
 
     for bags, grad in problem.batches:
-        history.prepare(problem.step + 1, CONFIG.lr)
+        history.prepare(problem.step + 1, falling_rate(problem.step + 1))
         ids = backend.catch_up(bags, adam())
         problem.step += 1
         backend.update(LookupBackward(bags, None, grad, ids), adam())
         yield problem.step
+
+
+def falling_rate(step: Any) -> Any:
+    """Learning rate of a step, from 1, or of each of several."""
+    return CONFIG.lr / (1 + step / 1024)
 
 
 class PlainRows:

@@ -6,7 +6,7 @@
 * relu: layers whose products have a ReLU in their epilogue have the values and gradients of float64; on CUDA they
   keep NaN.
 * step: a step of the full batch on tables of Criteo's size leaves what torch_rows.py leaves.
-* graph: training with captured steps leaves the bits that training without a graph leaves.
+* graph: training with captured steps leaves the bits that training without a graph leaves, under a falling rate.
 * checkpoint: a run that resumes from its checkpoint goes on with the bits of one that was not interrupted.
 """
 
@@ -189,6 +189,7 @@ def graph(device: torch.device) -> dict[str, Any]:
             train = replace(config.train, cuda_graph=on)
             with steady_run(Case(replace(config, train=train), ids, 40 * size, last, 8, 0.0)) as run:
                 for index in range(12 if device.type == "cuda" else 2):
+                    run.adam.lr *= 0.9
                     run.step(index)
                 trained.append(trained_values(run.model, run.adam))
                 captured.append(graph_captured(run.pipeline, run.device))
