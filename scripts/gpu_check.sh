@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and measures cowrec on this machine's GPU in less than 20 minutes, into results/HARDWARE/gpu_check.jsonl. Runs
 # from a checkout with the Python of `make setup`, or else with python3; packages may also lie in folders on PYTHONPATH,
-# and COWREC_COMMIT names the commit of a copy without .git. `--parts` and `--help`: see gpu/check.py.
+# and COWREC_COMMIT names the commit of a copy without .git. `--call`, `--parts` and `--help`: see gpu/check.py.
 cd "$(dirname "$0")/.." || exit 1
 python=.venv/bin/python
 [ -x "$python" ] || python=python3

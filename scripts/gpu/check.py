@@ -2,19 +2,21 @@
 
 Start it with `bash scripts/gpu_check.sh`, which makes `import cowrec` work in a checkout. The parts, in this order:
 
+replay      the replay kernel alone: what a turn of its loop costs, and what may slow it
 smoke       kernels, layers, a full step and a captured graph compute what they should
-resume      a run goes on from its checkpoint with the same bits; needs numba and pyarrow
-eager       steps at batch 128K and 1K without a CUDA graph
-graph       the same with captured steps
-kernels     a table of the kernels of one replay
+kernels     a table of the kernels of one step at batch 128K and 1K, and the turns of replay
+graph       captured steps at batch 128K, 1K, 8K, 16K and 64K
+bfloat16    captured steps with products in bfloat16, at 128K and 1K
 clip_off    captured steps without CowClip
 memcheck, racecheck   compute-sanitizer on the small kernels of smoke
 tests       `pytest -m gpu -v`, graph and kernels first
+resume      a run goes on from its checkpoint with the same bits; needs numba and pyarrow
 fused       FBGEMM's fused optimizer under attach_cowclip; needs FBGEMM's CUDA build
-bfloat16    captured steps with products in bfloat16
+eager       steps without a CUDA graph
 
-The parts up to clip_off, but for resume, need neither numba nor pyarrow, nor FBGEMM's CUDA build; without that, tests
-runs fewer files. All need a C compiler. Each part is a process with its own time; after it, SIGINT and then
+`--call 1` runs the parts up to clip_off and `--call 2` those from memcheck to fused, in 9.5 minutes each, for a machine
+that ends commands after ten. The first call needs neither numba nor pyarrow, nor FBGEMM's CUDA build; without that,
+tests runs fewer files. All need a C compiler. Each part is a process with its own time; after it, SIGINT and then
 SIGKILL end the part, and the next one begins. Lines are added to results/HARDWARE/gpu_check.jsonl as they become known:
 figures, and how each part ended. Several runs add to one file. The exit status is 0 if all chosen parts passed; a speed
 below its target is reported but is not a failure.
@@ -60,6 +62,11 @@ TESTS_OF_CPU_BUILD = ("test_captured_steps.py", "test_triton.py", "test_linear_r
 """Files of GPU tests that need no CUDA build of FBGEMM; those of the others run its operators."""
 LEAST_SECONDS = 10.0
 """Time left below which no part is started."""
+CALLS = {
+    1: "replay,smoke,kernels,graph,bfloat16,clip_off",
+    2: "memcheck,racecheck,tests,resume,fused",
+}
+MINUTES, MINUTES_OF_CALL = 20.0, 9.5
 
 
 @dataclass(frozen=True)
@@ -135,22 +142,23 @@ def parts(output: Path, folder: Path, rehearse: bool) -> dict[str, Part]:
         files = [path for path in files if path.name in TESTS_OF_CPU_BUILD]
     pytest += ["-o", "faulthandler_timeout=60", *(str(path.relative_to(ROOT)) for path in files)]
     known = {
+        "replay": Part(module("replay", "replay", *tiny[:1]), 900 if rehearse else 90, variables=interpreted),
         "smoke": Part(module("smoke", "smoke", *small), 900 if rehearse else 180, variables=interpreted),
+        "kernels": speed("kernels", 90, "--kernels"),
+        "graph": speed("graph", 180, "--batch-sizes", "131072,1024,8192,16384,65536"),
+        "bfloat16": speed("bfloat16", 90, *(() if rehearse else ("--precision", "bfloat16"))),
+        "clip_off": speed("clip_off", 90, "--clip", "off"),
+        "memcheck": sanitizer("memcheck"),
+        "racecheck": sanitizer("racecheck"),
+        "tests": Part(pytest, 240, packages=PACKAGES | TEST_PACKAGES, tests=report),
         "resume": Part(
             module("smoke", "resume", "--checks", "checkpoint", *small),
             900 if rehearse else 90,
             packages=PACKAGES | RUN_PACKAGES,
             variables=interpreted,
         ),
-        "eager": speed("eager", 120, "--uncaptured"),
-        "graph": speed("graph", 120),
-        "kernels": speed("kernels", 90, "--kernels"),
-        "clip_off": speed("clip_off", 90, "--clip", "off"),
-        "memcheck": sanitizer("memcheck"),
-        "racecheck": sanitizer("racecheck"),
-        "tests": Part(pytest, 240, packages=PACKAGES | TEST_PACKAGES, tests=report),
         "fused": speed("fused", 120, "--mlperf", packages=PACKAGES | MLPERF_PACKAGES, fused=True),
-        "bfloat16": speed("bfloat16", 90, *(() if rehearse else ("--precision", "bfloat16"))),
+        "eager": speed("eager", 120, "--uncaptured"),
     }
     return {name: replace(part, compiles=not rehearse) for name, part in known.items()}
 
@@ -159,11 +167,14 @@ def main() -> int:
     names = list(parts(Path(), Path(), False))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file to add to (default: results/HARDWARE/gpu_check.jsonl)")
-    parser.add_argument("--minutes", type=float, default=20, help="time for everything (default: 20)")
-    parser.add_argument("--parts", default=",".join(names), help="parts to run (default: all, in their order)")
+    parser.add_argument("--minutes", type=float, help="time for everything (default: 20; 9.5 with --call)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--parts", help="parts to run (default: all, in their order)")
+    which.add_argument("--call", type=int, choices=CALLS, help="run the first parts or the second")
     parser.add_argument("--rehearse", action="store_true", help="run on CPU with tiny tables, to try this script")
     arguments = parser.parse_args()
-    chosen = arguments.parts.split(",")
+    chosen = (arguments.parts or CALLS.get(arguments.call, ",".join(names))).split(",")
+    minutes = arguments.minutes or (MINUTES_OF_CALL if arguments.call else MINUTES)
     if not set(chosen) <= set(names):
         parser.error(f"--parts must be some of {','.join(names)}, got {arguments.parts}")
     device = "rehearsal" if arguments.rehearse else gpu()
@@ -177,7 +188,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         known = parts(output, Path(folder), arguments.rehearse)
-        run({name: known[name] for name in names if name in chosen}, output, device, 60 * arguments.minutes)
+        run({name: known[name] for name in names if name in chosen}, output, device, 60 * minutes)
     lines = list(lines_of(output))
     print(f"{summary(lines)}\n{output}")
     ended = outcomes(lines)

@@ -72,6 +72,13 @@ def summary(lines: Lines) -> str:
     for line in lines:
         if "check" in line:
             text.append(f"{line['part']}, {line['check']}: {'equal' if line['equal'] else 'NOT EQUAL'}")
+        if "case" in line:
+            time = (
+                "not timed"
+                if line["us"] is None
+                else f"{line['us']:.0f} us, {line['ns_of_longest_turn']:.0f} ns a turn"
+            )
+            text.append(f"{line['part']}, {line['case']}: {time}, {_turns(line)}")
     found = speeds(lines)
     rows = [_HEAD, *map(_cells, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -81,6 +88,8 @@ def summary(lines: Lines) -> str:
             text.append(f"batch {line['batch_size']}: kernels take {line['kernels_us']:.0f} us a step, of which")
             for row in line["kernels_of_a_step"][:_MOST_KERNELS]:
                 text.append(f"{row['us']:10.1f} us {row['count']:6.1f} x {row['kernel']}")
+            if "replay" in line:
+                text.append(f"replay of the next batch: {_turns(line['replay'])}")
         if "error" in line and "batch_size" in line:
             text.append(f"{line['part']}, batch {line['batch_size']}, clip {line['clip']}: {line['error']}")
     for target in targets(found):
@@ -92,6 +101,10 @@ def summary(lines: Lines) -> str:
     for name, ended in outcomes(lines).items():
         text.append(f"{name}: {ended['outcome']}{': ' if ended['why'] else ''}{ended['why']}")
     return "\n".join(text)
+
+
+def _turns(counts: dict[str, Any]) -> str:
+    return f"{counts['turns']:,} turns, {counts['longest']:,} in the longest program"
 
 
 def outcomes(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:

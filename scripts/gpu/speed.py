@@ -19,16 +19,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.trainer.bench.measurement import Case, cases, measure, run_ids, steady_run
+from cowrec.trainer.bench.measurement import Case, SteadyRun, cases, measure, run_ids, steady_run, stored
 from cowrec.trainer.bench.parts import graph_captured
 from cowrec.trainer.bench.settings import Bench
 
 from . import cpu_build  # noqa: F401  (it registers an operator)
 from .machine import ROOT, about, append
+from .replay import turns_of_programs
 from .smoke import interpret
 
 REPLAYS = 5
@@ -116,7 +118,7 @@ def kernels(case: Case) -> Iterator[dict[str, Any]]:
     """Yields the kernels of a step, those that take longest first: a table of one replay of the graph.
 
     Each has its name, how often a step runs it, and the microseconds of all its runs in a step. On CPU they are the
-    operators of a step.
+    operators of a step. The turns of replay are those of the batch after these steps.
     """
     with steady_run(case) as run:
         for index in range(case.warmup_steps):
@@ -140,7 +142,20 @@ def kernels(case: Case) -> Iterator[dict[str, Any]]:
             "captured": graph_captured(run.pipeline, run.device),
             "kernels_of_a_step": rows,
             "kernels_us": sum(row["us"] for row in rows),
+            "replay": replay_turns(run),
         }
+
+
+def replay_turns(run: SteadyRun) -> dict[str, int]:
+    """Brings the rows of the next batch up to date; returns the turns of replay's programs, and the longest one's."""
+    last, reached, state = list[Tensor](), list[Tensor](), stored(run.adam)
+    for field, ids in next(run.batches).sparse.to_dict().items():
+        rows, steps = ids.values().long().unique(), state[f"{field}.last_step"].view(-1)
+        last.append(steps[rows])
+        run.adam.catch_up(field, rows)
+        reached.append(steps[rows])
+    turns = turns_of_programs(torch.cat(last), torch.cat(reached), run.adam.steps)
+    return {"turns": int(turns.sum()), "longest": int(turns.max())}
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_a_rehearsal_runs_the_parts_and_names_what_one_of_them_misses(tmp_path: 
     output = tmp_path / "gpu_check.jsonl"
     command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", "--output", str(output)]
     environment = {**os.environ, machine.COMMIT: "c0ffee"}
-    command += ["--parts", "fused,smoke,resume,kernels"]
+    command += ["--parts", "fused,smoke,resume,kernels,replay"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     lines = lines_of(output)
@@ -57,11 +57,24 @@ def test_a_rehearsal_runs_the_parts_and_names_what_one_of_them_misses(tmp_path: 
     assert [each["equal"] for each in lines if "check" in each] == [True] * 5
     (table,) = (each["kernels_of_a_step"] for each in lines if "kernels_of_a_step" in each)
     assert table[0]["us"] >= table[-1]["us"] > 0
+    (replay,) = (each["replay"] for each in lines if "replay" in each)
+    assert replay["turns"] >= replay["longest"] > 0
+    # One of the two rows of a warp decays in step 32, and the other has missed the last four of 64 steps.
+    cases = {each["case"]: (each["turns"], each["decayed"]) for each in lines if "case" in each}
+    assert cases["one row"] == (64, 0)
+    assert cases["two rows"] == (32, 1)
     ended = gpu_report.outcomes(lines)
-    assert [*ended] == ["smoke", "resume", "kernels", "fused"]
-    assert [each["outcome"] for each in ended.values()] == ["passed"] * 3 + ["not run"]
+    assert [*ended] == ["replay", "smoke", "kernels", "resume", "fused"]
+    assert [each["outcome"] for each in ended.values()] == ["passed"] * 4 + ["not run"]
     assert ended["fused"]["why"].startswith("fbgemm-gpu, the CUDA build of FBGEMM, is missing")
     assert "smoke, graph: equal" in done.stdout
+    assert "replay, two rows: not timed, 32 turns, 32 in the longest program" in done.stdout
+
+
+def test_two_calls_run_all_parts_but_one_in_their_order(tmp_path: Path) -> None:
+    parts = gpu_check.parts(tmp_path, tmp_path, rehearse=False)
+    called = ",".join(gpu_check.CALLS.values()).split(",")
+    assert [*called, "eager"] == [*parts]
 
 
 def test_a_part_that_misses_a_package_or_fails_costs_only_itself(
@@ -140,7 +153,7 @@ def test_the_first_parts_need_neither_numba_nor_pyarrow() -> None:
     program = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({absent}))
-import scripts.gpu.speed
+import scripts.gpu.replay, scripts.gpu.speed
 sys.argv[1:] = ["--device", "cpu", "--batch-size", "4", "--rows", "4"]
 runpy.run_module("scripts.gpu.smoke", run_name="__main__")
 """

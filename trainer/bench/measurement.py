@@ -163,7 +163,7 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
     with steady_run(case) as run:
         device = run.device
         timed = step_times(run.step, case.batch_size, case.max_steps, case.seconds, device)
-        moments = [each for key, each in _stored(run.adam).items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
+        moments = [each for key, each in stored(run.adam).items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
         moments_bytes = sum(each.nbytes for each in moments)
         yield {
             **timed,
@@ -218,7 +218,7 @@ def _gradient_size(adam: EmbeddingAdam, batch: Batch, second_decay: float) -> Te
 
     Gradients of frequent rows are larger sums, but do not matter, since these rows are never absent for long.
     """
-    state, of_field = _stored(adam), batch.sparse.to_dict()
+    state, of_field = stored(adam), batch.sparse.to_dict()
     found = {field: ids.values().long().unique(return_counts=True) for field, ids in of_field.items()}
     second = torch.cat([state[f"{field}.exp_avg_sq"][rows] for field, (rows, _) in found.items()])
     counts = torch.cat([counts for _, counts in found.values()])
@@ -228,7 +228,7 @@ def _gradient_size(adam: EmbeddingAdam, batch: Batch, second_decay: float) -> Te
 def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor, betas: tuple[float, float]) -> None:
     """Sets the moments and, if there are any, the last steps of all rows to their values after ``steps_before``."""
     adam.steps = case.steps_before
-    state = _stored(adam)
+    state = stored(adam)
     first_decay, second_decay = betas
     device = next(iter(state.values())).device
     generator, size = torch.Generator(device).manual_seed(1), size.to(device)
@@ -255,8 +255,8 @@ def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor, betas: tup
         start += rows
 
 
-def _stored(adam: EmbeddingAdam) -> dict[str, Tensor]:
-    """The state of the tables, all of which is in this one process, by "<table>.<name>"."""
+def stored(adam: EmbeddingAdam) -> dict[str, Tensor]:
+    """The state of the tables, all of which is in this one process, as it is, by "<table>.<name>"."""
     with adam.as_stored():  # reading must not bring rows up to date
         state = adam.state_dict()["state"]
     return {
