@@ -150,16 +150,9 @@ def replay_rows_on_device(
     columns = triton.next_power_of_2(layout.max_dim)
     per_program = max(1, ELEMENTS // columns)
     num_warps = warps(per_program * columns)
+    arguments = (row, begin, len(row), layout, clips, state, steps, constants, thresholds)
     _replay[programs(len(row), per_program)](
-        row,
-        begin,
-        len(row),
-        layout,
-        clips,
-        state,
-        steps,
-        constants,
-        thresholds,
+        *arguments,
         ROWS=per_program,
         COLUMNS=columns,
         HALVINGS=halvings(len(layout.dim)),

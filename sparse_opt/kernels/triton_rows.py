@@ -524,17 +524,9 @@ def _clip_rows(
 
 @triton.jit(do_not_specialize=["count"])
 def _count(
-    begin,
-    count,
-    results,
-    rows,
-    clipped,
-    bins,
-    ROWS: tl.constexpr,
-    BINS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    FIRST: tl.constexpr,
-):
+    begin, count, results, rows, clipped, bins,
+    ROWS: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
     u = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = tl.load(begin + u, mask=u < count, other=count) < count
     table = tl.load(results.table + u, mask=exists, other=-1)
@@ -562,13 +554,7 @@ class DeviceRows:
         output_grad: gradient of the lookup's output, float, of any shape.
     """
 
-    def __init__(
-        self,
-        layout: LookupLayout,
-        ids: LookupIds,
-        id_weights: Tensor | None,
-        output_grad: Tensor,
-    ):
+    def __init__(self, layout: LookupLayout, ids: LookupIds, id_weights: Tensor | None, output_grad: Tensor):
         grad = output_grad.contiguous()
         self.ids, self._layout, self._count = ids, layout, len(ids.row)
         self._output = OutputGrad(grad, grad if id_weights is None else id_weights.contiguous())
@@ -580,13 +566,8 @@ class DeviceRows:
         shared["enable_fp_fusion"] = False
         weighted, grouped = {"WEIGHTED": id_weights is not None}, {"GROUP": GROUP if groups else 0}
         self._grid = programs(self._count, rows)
-        self._options = {
-            **shared,
-            **weighted,
-            **grouped,
-            "ROWS": rows,
-            "num_warps": warps(rows * ids_at_once * columns),
-        }
+        num_warps = warps(rows * ids_at_once * columns)
+        self._options = {**shared, **weighted, **grouped, "ROWS": rows, "num_warps": num_warps}
         self._partial = torch.empty(max(blocks + groups, 1), layout.max_dim, dtype=torch.float64, device=grad.device)
         of_blocks = {**shared, "num_warps": warps(ids_at_once * columns)}
         if blocks:
