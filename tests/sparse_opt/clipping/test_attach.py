@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.batched_embedding_kernel import TritonBatchedFusedEmbeddingBag
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingEnv, ShardingEnv2D
+from torchrec.modules import embedding_modules
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -65,6 +67,7 @@ pytestmark = pytest.mark.usefixtures("group")
 attached_either_way = pytest.mark.parametrize(
     "attach", [attach_cowclip, lambda model, rule, **more: EmbeddingAdam(model, AdamConfig(), rule, **more)]
 )
+leave_out_of_ddp: Any = getattr(embedding_modules, "mark_data_parallel_skip_grad_sync", None)
 RULE = CowClip(r=1.0, zeta=1e-3)
 RULES: list[ClipRule] = [RULE, FieldClip(0.3), AdaptiveFieldClip(0.5, 1e-3), GlobalClip(0.4)]
 
@@ -471,6 +474,39 @@ def attached_now_and_then(rank: int, folder: str) -> None:
 
 def test_replicated_tables_are_reduced_after_remove(tmp_path: Path) -> None:
     in_processes(attached_now_and_then, (str(tmp_path),), 2)
+
+
+def attached_outside_of_ddp(rank: int, folder: str) -> None:
+    with process_group(rank, 2, folder):
+        for optimizer in ("sgd", "lazy", "replay"):
+            case = small_problem(sharding="data_parallel,table_wise", world=2, optimizer=optimizer, lr=0.1)
+            states, wrapped = [], []
+            for prepare in (leave_out_of_ddp, lambda _: None):
+                model = sharded_model(case, prepare=prepare)
+                wrapped.append(any(isinstance(each, DistributedDataParallel) for each in model.module.c0._lookups))
+                ATTACH[optimizer](model)
+                dense = dense_optimizer(case, model)
+                for step in range(case.steps):
+                    train_step(case, model, step)
+                    dense.step()
+                    dense.zero_grad()
+                states.append(state_of(model))
+            assert wrapped == [False, True]
+            assert_equal(*states)
+
+
+@pytest.mark.skipif(leave_out_of_ddp is None, reason="TorchRec before 1.9 wraps all data-parallel tables in DDP")
+def test_tables_that_torchrec_leaves_out_of_ddp_train_as_those_in_it(tmp_path: Path) -> None:
+    """Bit for bit, on both ranks. TorchRec itself means this for tables that are not trained."""
+    in_processes(attached_outside_of_ddp, (str(tmp_path),), 2)
+
+
+@attached_either_way
+def test_other_compute_kernels_are_refused_by_name(attach: Any) -> None:
+    """TorchRec's lookup in Triton, which TorchRec 1.9 names but does not contain."""
+    model = sharded_model(ONE_ID)
+    model.module.c0._lookups[0]._emb_modules[0].__class__ = TritonBatchedFusedEmbeddingBag
+    refused('its compute kernel is TritonBatchedFusedEmbeddingBag.*compute_kernel="fused"', attach, model, CowClip())
 
 
 REFUSED_BY_ONE_RANK: dict[str, tuple[dict[str, Any], Any]] = {

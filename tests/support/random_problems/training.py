@@ -8,7 +8,7 @@ import re
 import tempfile
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing.connection import Connection, wait
@@ -308,13 +308,18 @@ def sharded_model(
     device: torch.device = CPU,
     fused_params: dict[str, Any] | None = None,
     env: ShardingEnv | None = None,
+    prepare: Callable[[nn.Module], None] = lambda _: None,
 ) -> DistributedModelParallel:
-    """Shards the problem's collections, by default over the default process group, and sets their initial values."""
+    """Shards the problem's collections, by default over the default process group, and sets their initial values.
+
+    ``prepare`` is called with each collection before.
+    """
     optimizer = FUSED_OPTIMIZERS.get(problem.optimizer, FUSED_OPTIMIZERS["sgd"])
     fused_params = fused_params or {"optimizer": optimizer, "learning_rate": problem.lr, "eps": problem.eps}
     sharders: list[Any] = [kind(fused_params) for kind in (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)]
     network, plan = _Network(problem), {}
     for c, collection in enumerate(problem.collections):
+        prepare(getattr(network, f"c{c}"))
         plan[f"c{c}"] = construct_module_sharding_plan(
             getattr(network, f"c{c}"),
             {f"t{t}": _generator(each, device, hosted(problem.world)) for t, each in enumerate(collection.tables)},
