@@ -1,6 +1,6 @@
 """The presets of `cowrec bench`: training steps of published shapes other than Criteo's, on generated ids.
 
-``mlperf-dcnv2``: network, tables and numbers of ids of MLPerf Training's DLRM-DCNv2, as in the reference
+``mlperf-dcnv2``: network, tables and numbers of ids of MLPerf Training's DLRM-DCNv2 (up to v6.0), as in the reference
 (github.com/mlcommons/training, recommendation_v2): DLRM with low-rank DCN-v2 crosses, Adagrad, and tables under
 FBGEMM's fused row-wise Adagrad. The network is TorchRec's own class. AUC is not measured.
 

@@ -22,8 +22,8 @@ def bench(
     preset: Annotated[
         str,
         typer.Option(
-            help="criteo: the CowClip paper's settings. mlperf-dcnv2: MLPerf Training's DLRM-DCNv2. embedding-adam: "
-            "lookup and update of tables alone."
+            help="criteo: the CowClip paper's settings. mlperf-dcnv2: DLRM-DCNv2 of MLPerf Training v6.0. "
+            "embedding-adam: lookup and update of tables alone."
         ),
     ] = "criteo",
     absent_rows: Annotated[str, typer.Option(help="Values of optimizer.absent_rows to compare.")] = "replay,lazy,dense",
