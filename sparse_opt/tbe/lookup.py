@@ -1,8 +1,8 @@
 """One lookup of a sharded TorchRec model: its FBGEMM module, the module's tables, features and weights, and its bags.
 
-Only this file, discovery.py and one_process.py use private attributes of TorchRec and FBGEMM; their tests in
-tests/sparse_opt/tbe name the versions they were tested with. Terms: a lookup is one table-batched embedding module
-(TBE) of FBGEMM; it holds shards of several tables and reads T features (a table may serve several) for B bags each.
+Only this file, discovery.py and one_process.py use private attributes of TorchRec and FBGEMM; versions.py has the
+versions they are tested with. Terms: a lookup is one table-batched embedding module (TBE) of FBGEMM; it holds shards of
+several tables and reads T features (a table may serve several) for B bags each.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

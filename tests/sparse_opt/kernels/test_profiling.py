@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 from cowrec.sparse_opt.kernels.profiling import profiled
 
 OPERATOR = 0
-"""RecordScope::FUNCTION of torch 2.11 and 2.13."""
+"""RecordScope::FUNCTION of torch."""
 
 
 def test_ranges_are_operators_to_which_the_profiler_ascribes_kernels() -> None:

@@ -1,7 +1,4 @@
-"""Direct lookups in one process: outputs, gradients and trained tables have the bits of TorchRec's forward.
-
-Tested with torchrec 1.8.0 on fbgemm 1.8.0 and with torchrec 1.6.1 on fbgemm 1.6.0.
-"""
+"""Direct lookups in one process: outputs, gradients and trained tables have the bits of TorchRec's forward."""
 
 from collections.abc import Callable
 from itertools import cycle

@@ -1,7 +1,4 @@
-"""Private attributes of TorchRec, FBGEMM and torch that sparse_opt/tbe/lookup.py and discovery.py rely on.
-
-Tested with torch 2.13, torchrec 1.8.0 and fbgemm 1.8.0, and with torch 2.11, torchrec 1.6.1 and fbgemm 1.6.0.
-"""
+"""Private attributes of TorchRec, FBGEMM and torch that sparse_opt/tbe/lookup.py and discovery.py rely on."""
 
 import gc
 from types import SimpleNamespace
