@@ -583,6 +583,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 store the member of an enumeration
             return _member
+        module = module.removesuffix("._local")  # of pathlib in Python 3.13 alone
         if name not in _CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
         return super().find_class(module, name)
