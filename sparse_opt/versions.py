@@ -23,7 +23,7 @@ class MatchedSet(NamedTuple):
     torch: str
     fbgemm: str
     torchrec: str
-    pythons: str = ""
+    pythons: str
 
 
 MATCHED_SETS = (
@@ -52,19 +52,11 @@ def require_matched_set(load: Callable[[], None] | None = None) -> None:
     """
     torch, torchrec = _installed("torch"), _installed("torchrec")
     builds = {name: number for name in (CPU_BUILD, CUDA_BUILD) if (number := _installed(name))}
-    tested = next((each for each in MATCHED_SETS if _same_series(torch, each.torch)), None)
-    wanted = tested or _by_rule(torch) or MATCHED_SETS[0]
-    fits = (
-        _same_series(torch, wanted.torch)
-        and _same_series(torchrec, wanted.torchrec)
-        and len(builds) == 1
-        and all(_same_series(number, wanted.fbgemm) for number in builds.values())
-        and not (torch.endswith("+cpu") and CUDA_BUILD in builds)
-    )
+    tested = next((each for each in MATCHED_SETS if _series(each.torch) == _series(torch)), None)
     found = {"torch": torch, **(builds or {"fbgemm-gpu": ""}), "torchrec": torchrec}
     listed = ", ".join(f"{name} {number or '(not installed)'}" for name, number in found.items())
     remedy = _remedy(tested or MATCHED_SETS[0], torch, torchrec, builds)
-    if not fits:
+    if _by_rule(torch) != [*map(_series, found.values())] or (torch.endswith("+cpu") and CUDA_BUILD in builds):
         raise ImportError(
             f"cowrec needs torch, fbgemm and torchrec of one matched set, found {listed}; install one with: {remedy}"
         )
@@ -79,11 +71,11 @@ def require_matched_set(load: Callable[[], None] | None = None) -> None:
     warnings.warn(f"cowrec was not tested with {listed}; to install a tested set: {remedy}", stacklevel=2)
 
 
-def _by_rule(torch: str) -> MatchedSet | None:
-    """The set of a torch 2.Y that is not older than the tested ones; None for others."""
+def _by_rule(torch: str) -> list[str]:
+    """Series of torch, and of fbgemm and torchrec that belong to it; empty if torch is older than the tested ones."""
     minor = int(found[1]) if (found := re.match(r"2\.(\d+)", torch)) else 0
-    oldest = int(MATCHED_SETS[-1].torch.split(".")[1])
-    return MatchedSet(f"2.{minor}", f"1.{minor - 5}", f"1.{minor - 5}") if minor >= oldest else None
+    oldest = int(_series(MATCHED_SETS[-1].torch)[2:])
+    return [f"2.{minor}", f"1.{minor - 5}", f"1.{minor - 5}"] if minor >= oldest else []
 
 
 def _installed(distribution: str) -> str:
@@ -94,8 +86,8 @@ def _installed(distribution: str) -> str:
         return ""
 
 
-def _same_series(found: str, wanted: str) -> bool:
-    return found.split(".")[:2] == wanted.split(".")[:2]
+def _series(number: str) -> str:
+    return ".".join(number.split(".")[:2])
 
 
 def _remedy(wanted: MatchedSet, torch: str, torchrec: str, builds: dict[str, str]) -> str:
