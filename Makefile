@@ -18,10 +18,10 @@ PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts $(addprefix --constr
 # The tests start hundreds of processes: none compiles modules again, even where the environment forbids to keep them.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses 3 --dist worksteal
 PACKAGES := trainer models sparse_opt data_pipeline
-SOURCES := $(PACKAGES) scripts tests docs setup.py
+SOURCES := $(PACKAGES) scripts tests docs
 LINT := ruff-check ruff-format mypy codespell links
 
-.PHONY: help demo test test-all lint $(LINT) links-to-packages docs suite coverage test-matrix $(MATRIX) test-without-gpu setup clean
+.PHONY: help demo test test-all lint $(LINT) docs suite coverage test-matrix $(MATRIX) test-without-gpu setup clean
 
 help:
 	@echo 'make demo         set up .venv if needed, then train a small model end to end and show the result'
@@ -57,14 +57,8 @@ ruff-check: $(READY)
 ruff-format: $(READY)
 	@$(BIN)/ruff format --check --quiet $(SOURCES) || { echo 'not formatted; run: $(BIN)/ruff format $(SOURCES)'; exit 1; }
 
-# mypy does not follow editable installs, so it is shown the import name cowrec as a folder of links.
-mypy: $(READY) links-to-packages
-	@MYPYPATH=build/typed $(BIN)/mypy $(addprefix -p cowrec.,$(PACKAGES)) -p scripts
-
-links-to-packages:
-	@mkdir -p build/typed/cowrec
-	@for package in $(PACKAGES); do ln -sfn ../../../$$package build/typed/cowrec/$$package; done
-	@ln -sfn ../../scripts build/typed/scripts
+mypy: $(READY)
+	@$(BIN)/mypy -p cowrec -p scripts
 
 codespell: $(READY)
 	@$(BIN)/codespell $(SOURCES) .github *.md *.toml *.cff Makefile
@@ -91,7 +85,7 @@ test-without-gpu:
 	@$(MAKE) --no-print-directory suite TESTS=tests/without_gpu
 	@$(MAKE) --no-print-directory $(lastword $(MATRIX)) TESTS=tests/without_gpu
 
-docs: $(READY) links-to-packages
+docs: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would drop warnings, which are then no errors
 	@echo build/site/index.html
 

@@ -2,15 +2,16 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-import setuptools
 
 from cowrec.trainer.__main__ import PACKAGES as TRAINER_PACKAGES
 
@@ -273,8 +274,24 @@ assert CriteoIds(max_rows=9).last_samples(5).sum() > 0
 
 
 def test_every_folder_is_installed() -> None:
-    installed = setuptools.distutils.core.run_setup(str(ROOT / "setup.py"), stop_after="init").packages
-    assert sorted(installed) == sorted(name for name, file in modules().items() if file.name == "__init__.py")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    found = [name for name, file in modules().items() if file.name == "__init__.py"]
+    assert settings["packages"] == sorted(["cowrec", *found])
+
+
+def test_a_tree_whose_links_are_text_files_is_not_built(tmp_path: Path) -> None:
+    """As pip unpacks a zip, out of which it would build a wheel without any package."""
+    shutil.copytree(ROOT / "cowrec", tmp_path / "cowrec", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for link in [each for each in (tmp_path / "cowrec").iterdir() if each.is_symlink()]:
+        target = str(link.readlink())
+        link.unlink()
+        link.write_text(target)
+    command = [sys.executable, "-c", "import setuptools.build_meta as build; build.build_wheel('.')"]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert built.returncode != 0
+    assert "package directory 'cowrec/data_pipeline' exists, but is not a directory" in built.stderr, built.stderr
 
 
 def test_every_folder_opens_with_a_sentence_and_has_tests() -> None:

@@ -18,16 +18,6 @@ OUTSIDE = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)#\s]+)[^)]*\)")
 ROLE = re.compile(r":(?:class|func|meth|data|attr):<code>")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Shows mkdocstrings the import name cowrec as a folder of links, as the Makefile shows it to mypy."""
-    folder = ROOT / "build" / "typed" / "cowrec"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in PACKAGES:
-        if not (folder / name).exists():
-            (folder / name).symlink_to(Path("..", "..", "..", name))
-    return config
-
-
 def exported(package: str) -> list[str]:
     """The names in ``__all__`` of a package, without importing it."""
     tree = ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8"))

@@ -1,0 +1,1 @@
+"""Large-batch CTR training on TorchRec with CowClip."""
