@@ -26,15 +26,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
-from cowrec.data_pipeline.dataset.schema import LABEL, TIME, Schema, SparseField
-from cowrec.data_pipeline.dataset.shards import arrow_schema, block_from_table
-from cowrec.data_pipeline.encoding import Encoder, bound, bounded, bucket_ids, scores
-from cowrec.data_pipeline.hashing import bytes_hashes, string_buffers
-from cowrec.data_pipeline.raw.columns import MAX_WEIGHT, WEIGHTS_ARE_BOUNDED, SampleColumns
-from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
-from cowrec.data_pipeline.raw.parsing import Parsed, unreadable_rows
-
+from .dataset.sample_block import Bags, SampleBlock
+from .dataset.schema import LABEL, TIME, Schema, SparseField
+from .dataset.shards import arrow_schema, block_from_table
+from .encoding import Encoder, bound, bounded, bucket_ids, scores
+from .hashing import bytes_hashes, string_buffers
 from .json_lines import (
     CANONICAL_VALUE,
     ColumnType,
@@ -45,9 +41,12 @@ from .json_lines import (
     to_array,
     uniform_table,
 )
+from .raw.columns import MAX_WEIGHT, WEIGHTS_ARE_BOUNDED, SampleColumns
+from .raw.layouts import Layout, RawField, RawLabel
+from .raw.parsing import Parsed, unreadable_rows
 
 if TYPE_CHECKING:
-    from cowrec.data_pipeline.dataset.batch import Batch
+    from .dataset.batch import Batch
 
 SAMPLE_ID = "sample_id"
 TIME_COLUMN, ID_COLUMN = "#time", "#sample_id"

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from cowrec.data_pipeline.dataset.schema import (
+from .dataset.schema import (
     KEPT_PREFIX,
     MISSING,
     MISSING_SUFFIX,
@@ -33,8 +33,8 @@ from cowrec.data_pipeline.dataset.schema import (
     label_columns,
     vocabulary_file,
 )
-from cowrec.data_pipeline.hashing import bytes_hashes, string_buffers, string_hashes
-from cowrec.data_pipeline.raw.parsing import Parsed
+from .hashing import bytes_hashes, string_buffers, string_hashes
+from .raw.parsing import Parsed
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
-from cowrec.data_pipeline.raw.columns import PAIR
-from cowrec.data_pipeline.raw.layouts import RawField
-from cowrec.data_pipeline.raw.values import NUMBER_PATTERN, marker_numbers
+from .raw.columns import PAIR
+from .raw.layouts import RawField
+from .raw.values import NUMBER_PATTERN, marker_numbers
 
 ValueKind = Literal["number", "time", "label", "id", "ids", "weighted"]
 

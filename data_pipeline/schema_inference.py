@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from cowrec.data_pipeline.dataset.schema import (
+from .dataset.schema import (
     BUCKET_SUFFIX,
     LABEL,
     MISSING_SUFFIX,
@@ -24,12 +24,12 @@ from cowrec.data_pipeline.dataset.schema import (
     TRUE_LOGIT,
     WEIGHT_SUFFIX,
 )
-from cowrec.data_pipeline.raw.inputs import Source, find_inputs, partition_of
-from cowrec.data_pipeline.raw.layouts import RawKind, RawLabel
-from cowrec.data_pipeline.raw.parsing import require_offsets
-from cowrec.data_pipeline.raw.reading import look, naming_file, open_groups
-from cowrec.data_pipeline.raw.text import BYTE_ORDER_MARK, RawText
-from cowrec.data_pipeline.raw.values import (
+from .raw.inputs import Source, find_inputs, partition_of
+from .raw.layouts import RawKind, RawLabel
+from .raw.parsing import require_offsets
+from .raw.reading import look, naming_file, open_groups
+from .raw.text import BYTE_ORDER_MARK, RawText
+from .raw.values import (
     DATE_DIGITS,
     EXACT_INTEGERS,
     LOOKS_MISSING,

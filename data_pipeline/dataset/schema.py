@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
 
-from cowrec.data_pipeline.files import replace_file
+from ..files import replace_file
 
 FORMAT_VERSION = 1
 SCHEMA_FILE, VOCABULARY_FOLDER = "schema.json", "vocabulary"

@@ -18,10 +18,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from cowrec.data_pipeline.files import NO_SPACE, locked, space_remedy, sync_folder
-from cowrec.data_pipeline.parallel import ordered_map
-from cowrec.data_pipeline.remote import fetch_missing, is_remote
-
+from ..files import NO_SPACE, locked, space_remedy, sync_folder
+from ..parallel import ordered_map
+from ..remote import fetch_missing, is_remote
 from .sample_block import Bags, SampleBlock, id_dtype
 from .schema import (
     KEPT_PREFIX,

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from cowrec.data_pipeline.dataset.schema import SHARD_ROWS, DenseTransform
+from ..dataset.schema import SHARD_ROWS, DenseTransform
 
 SplitKind = Literal["random", "order", "time"]
 OnBadRow = Literal["error", "skip"]
@@ -153,7 +153,7 @@ def seconds_of(key: str, text: str | int) -> int:
     """Returns the Unix seconds of a time in the configuration. Raises ValueError naming the key."""
     import pyarrow as pa
 
-    from cowrec.data_pipeline.raw.values import DATE_DIGITS, TIME_RULES, as_times
+    from ..raw.values import DATE_DIGITS, TIME_RULES, as_times
 
     seconds, invalid = as_times(pa.array([str(text)]), "timestamp")
     if invalid[0] or DATE_DIGITS.fullmatch(str(text)):

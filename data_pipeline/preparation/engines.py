@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from cowrec.data_pipeline.parallel import in_order, ordered_map
-from cowrec.data_pipeline.raw.inputs import Block, Partition, RawFile, Report, Source, Survey
-from cowrec.data_pipeline.raw.reading import blocks
+from ..parallel import in_order, ordered_map
+from ..raw.inputs import Block, Partition, RawFile, Report, Source, Survey
+from ..raw.reading import blocks
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cowrec.data_pipeline.dataset.schema import (
+from ..dataset.schema import (
     BUCKET_SUFFIX,
     OUT_OF_VOCABULARY,
     RESERVED_ROWS,
@@ -25,8 +25,8 @@ from cowrec.data_pipeline.dataset.schema import (
     SparseKind,
     Split,
 )
-from cowrec.data_pipeline.dataset.shards import PARTIAL, ShardSize, arrow_schema, shard_path, size_of_split, write_shard
-from cowrec.data_pipeline.encoding import (
+from ..dataset.shards import PARTIAL, ShardSize, arrow_schema, shard_path, size_of_split, write_shard
+from ..encoding import (
     Encoder,
     NumberStatistics,
     ValueCounts,
@@ -37,13 +37,12 @@ from cowrec.data_pipeline.encoding import (
     counted_values,
     fitted,
 )
-from cowrec.data_pipeline.parallel import ordered_map
-from cowrec.data_pipeline.raw.columns import NEGATIVE, WEIGHTLESS
-from cowrec.data_pipeline.raw.inputs import Block, Partition, Report
-from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
-from cowrec.data_pipeline.raw.parsing import BadRow, BadRowLedger, Parsed, parse
-from cowrec.data_pipeline.raw.values import FRACTIONS, LOOKS_MISSING, ROUNDED, marker_numbers
-
+from ..parallel import ordered_map
+from ..raw.columns import NEGATIVE, WEIGHTLESS
+from ..raw.inputs import Block, Partition, Report
+from ..raw.layouts import Layout, RawField, RawLabel
+from ..raw.parsing import BadRow, BadRowLedger, Parsed, parse
+from ..raw.values import FRACTIONS, LOOKS_MISSING, ROUNDED, marker_numbers
 from .config import PrepareConfig
 from .engines import Engine
 from .splits import SPLITS, TRAIN, SplitRule, TimeOrder

@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, Schema, SourceFile, Split, library_versions
-from cowrec.data_pipeline.dataset.shards import check_replaceable, disk_errors, new_folder
-from cowrec.data_pipeline.encoding import Encoder
-from cowrec.data_pipeline.raw.inputs import Partition, RawFile, Source, find_groups, find_inputs, partitions, stamp
-from cowrec.data_pipeline.raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_schema_file
-from cowrec.data_pipeline.raw.parsing import BadRowLedger, check_same_types, check_types
-from cowrec.data_pipeline.raw.reading import look, survey
-from cowrec.data_pipeline.remote import Place, RemoteFolder, is_remote, local_path, require_local
-
+from ..dataset.schema import SCHEMA_FILE, Schema, SourceFile, Split, library_versions
+from ..dataset.shards import check_replaceable, disk_errors, new_folder
+from ..encoding import Encoder
+from ..raw.inputs import Partition, RawFile, Source, find_groups, find_inputs, partitions, stamp
+from ..raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_schema_file
+from ..raw.parsing import BadRowLedger, check_same_types, check_types
+from ..raw.reading import look, survey
+from ..remote import Place, RemoteFolder, is_remote, local_path, require_local
 from .config import DEFAULT_TEST_FRACTION, PrepareConfig, seconds_of
 from .engines import Engine, LocalEngine, dask_engine
 from .passes import FitPlan, WritePlan, fit, prepared_schema, sparse_fields, write_splits

@@ -10,13 +10,12 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from cowrec.data_pipeline.encoding import ValueCounts
-from cowrec.data_pipeline.hashing import uniforms
-from cowrec.data_pipeline.raw.inputs import Block, Partition, Report
-from cowrec.data_pipeline.raw.layouts import Layout
-from cowrec.data_pipeline.raw.parsing import Parsed, parse
-from cowrec.data_pipeline.raw.values import DATE_DIGITS, LATEST
-
+from ..encoding import ValueCounts
+from ..hashing import uniforms
+from ..raw.inputs import Block, Partition, Report
+from ..raw.layouts import Layout
+from ..raw.parsing import Parsed, parse
+from ..raw.values import DATE_DIGITS, LATEST
 from .config import SplitKind
 from .engines import Engine
 

@@ -14,8 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cowrec.data_pipeline.dataset.schema import MISSING
-
+from ..dataset.schema import MISSING
 from .layouts import RawField, RawLabel
 from .values import (
     TIME_RULES,

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from cowrec.data_pipeline.remote import RemoteFolder, is_remote, local_path, open_filesystem
+from ..remote import RemoteFolder, is_remote, local_path, open_filesystem
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cowrec.data_pipeline.counts import parse_count
-from cowrec.data_pipeline.dataset.schema import (
+from ..counts import parse_count
+from ..dataset.schema import (
     BUCKET_SUFFIX,
     KEPT_PREFIX,
     LABEL,
@@ -29,7 +29,6 @@ from cowrec.data_pipeline.dataset.schema import (
     DenseTransform,
     Pooling,
 )
-
 from .inputs import Source
 from .values import as_numbers, marker_numbers, mask, without_markers
 

@@ -9,9 +9,8 @@ from contextlib import closing, contextmanager
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.grouped_file import ArrowFile, GroupedFile, group_sizes, parquet_file, row_bytes
-from cowrec.data_pipeline.remote import is_remote
-
+from ..grouped_file import ArrowFile, GroupedFile, group_sizes, parquet_file, row_bytes
+from ..remote import is_remote
 from .inputs import (
     Block,
     FileFormat,

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cowrec.data_pipeline.dataset.schema import Schema
-from cowrec.data_pipeline.dataset.shards import read_columns
+from ..dataset.schema import Schema
+from ..dataset.shards import read_columns
 
 ONE = 1 << 32
 """Unit of the logarithms: as integers, their sums do not depend on the order of the fields."""

@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
-from cowrec.data_pipeline.dataset.sample_block import SampleBlock
-from cowrec.data_pipeline.dataset.schema import WINDOW_ROWS, Schema
-from cowrec.data_pipeline.dataset.shards import load_shards
-from cowrec.data_pipeline.parallel import prefetched
-
+from ..dataset.sample_block import SampleBlock
+from ..dataset.schema import WINDOW_ROWS, Schema
+from ..dataset.shards import load_shards
+from ..parallel import prefetched
 from .order import GlobalBatches, Window, epoch_windows, parts_within, positions
 
 if TYPE_CHECKING:
-    from cowrec.data_pipeline.dataset.batch import Batch
+    from ..dataset.batch import Batch
 
 
 class _Loaded(NamedTuple):

@@ -23,8 +23,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from cowrec.data_pipeline.urls import is_refusal, open_redis
-
+from ..urls import is_refusal, open_redis
 from .source import Chunk, SourcePosition, count_within
 
 ANSWER_SECONDS = 10.0

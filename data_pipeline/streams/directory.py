@@ -17,10 +17,9 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cowrec.data_pipeline.files import replacing
-from cowrec.data_pipeline.grouped_file import ArrowFile, group_sizes, parquet_file
-from cowrec.data_pipeline.raw.values import plain_array
-
+from ..files import replacing
+from ..grouped_file import ArrowFile, group_sizes, parquet_file
+from ..raw.values import plain_array
 from .source import CHUNK_BYTES, Chunk, SourcePosition
 
 END = "_END"

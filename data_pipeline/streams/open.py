@@ -3,9 +3,8 @@
 from typing import Literal
 from urllib.parse import parse_qsl, urlencode, urlunsplit
 
-from cowrec.data_pipeline.remote import local_path
-from cowrec.data_pipeline.urls import split_url, without_credentials
-
+from ..remote import local_path
+from ..urls import split_url, without_credentials
 from .brokers import KafkaSource, RedisSource
 from .directory import DirectorySource
 from .source import SampleSource

@@ -17,9 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.codec import TIME_COLUMN
-from cowrec.data_pipeline.files import durable_file, replace_file, sync_file, sync_folder, write_file
-
+from ..codec import TIME_COLUMN
+from ..files import durable_file, replace_file, sync_file, sync_folder, write_file
 from .reorder import NO_TIMES, Clock, ReorderBuffer
 
 POSITION_FILE, PENDING_FILE, RECENT_FILE = "position.json", "pending.arrow", "recent.arrow"

@@ -37,18 +37,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cowrec.data_pipeline.codec import TIME_COLUMN, BadSample, Encoded, SampleCodec, sample_block
-from cowrec.data_pipeline.dataset.sample_block import SampleBlock
-from cowrec.data_pipeline.dataset.schema import Schema
-from cowrec.data_pipeline.encoding import count_bounded
-from cowrec.data_pipeline.hashing import string_hashes
-
+from ..codec import TIME_COLUMN, BadSample, Encoded, SampleCodec, sample_block
+from ..dataset.sample_block import SampleBlock
+from ..dataset.schema import Schema
+from ..encoding import count_bounded
+from ..hashing import string_hashes
 from .position import Entry, Journal, Position
 from .reorder import Clock, RecentIds, follow
 from .source import Chunk, PatientSource, SampleSource, StillBlocked
 
 if TYPE_CHECKING:
-    from cowrec.data_pipeline.dataset.batch import Batch
+    from ..dataset.batch import Batch
 
 
 CHUNK_SAMPLES = 1 << 13

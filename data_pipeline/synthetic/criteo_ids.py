@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cowrec.data_pipeline.parallel import available_cores
-from cowrec.data_pipeline.splitmix import GOLDEN, mix
-
+from ..parallel import available_cores
+from ..splitmix import GOLDEN, mix
 from .criteo_frequencies import CRITEO_FREQUENCIES, CRITEO_SIZES
 
 _CLASS_BITS, _KEEP_BITS = 6, 26

@@ -25,11 +25,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cowrec.data_pipeline.dataset.schema import LABEL, TIME, Schema
-from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
-from cowrec.data_pipeline.parallel import ordered_map
-from cowrec.data_pipeline.raw.layouts import RawField
-
+from ..dataset.schema import LABEL, TIME, Schema
+from ..hashing import GOLDEN, mix, uniform
+from ..parallel import ordered_map
+from ..raw.layouts import RawField
 from .planted import (
     PILOT_ROWS,
     Draw,

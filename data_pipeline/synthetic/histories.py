@@ -18,9 +18,8 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.dataset.schema import LABEL, TIME, Schema
-from cowrec.data_pipeline.raw.layouts import RawField
-
+from ..dataset.schema import LABEL, TIME, Schema
+from ..raw.layouts import RawField
 from .planted import PILOT, PILOT_ROWS, Draw, intercept_for, probability, raw_id_schema, require, write_following
 
 NAME = "histories"

@@ -23,7 +23,7 @@ import numba
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.dataset.schema import (
+from ..dataset.schema import (
     LABEL,
     RESERVED_ROWS,
     SHARD_ROWS,
@@ -34,7 +34,7 @@ from cowrec.data_pipeline.dataset.schema import (
     SparseField,
     library_versions,
 )
-from cowrec.data_pipeline.dataset.shards import (
+from ..dataset.shards import (
     ShardSize,
     arrow_schema,
     new_folder,
@@ -42,11 +42,10 @@ from cowrec.data_pipeline.dataset.shards import (
     size_of_split,
     write_shard,
 )
-from cowrec.data_pipeline.encoding import raw_ids
-from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
-from cowrec.data_pipeline.parallel import ordered_map
-from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
-
+from ..encoding import raw_ids
+from ..hashing import GOLDEN, mix, uniform
+from ..parallel import ordered_map
+from ..raw.layouts import Layout, RawField, RawLabel
 from .criteo_frequencies import CRITEO_SIZES, NUM_DENSE
 
 WORD_SUM_MEAN = 4 * 65535 / 2

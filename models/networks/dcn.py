@@ -7,10 +7,10 @@ Sizes: B samples, K input width, L layers, E experts, R rank.
 import torch
 from torch import Tensor, nn
 
-from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import CrossLayers, LinearPart, LogitKernel, Mlp, glorot_normal
-from cowrec.models.options import Size
+from ..config import ModelConfig
+from ..front import Front, Sparse
+from ..layers import CrossLayers, LinearPart, LogitKernel, Mlp, glorot_normal
+from ..options import Size
 
 
 class _KernelCross(CrossLayers):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import LinearPart, LogitKernel, Mlp
+from ..config import ModelConfig
+from ..front import Front, Sparse
+from ..layers import LinearPart, LogitKernel, Mlp
 
 
 class PairwiseProducts(nn.Module):

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import LogitKernel, Mlp
-from cowrec.models.options import Sizes
+from ..config import ModelConfig
+from ..front import Front, Sparse
+from ..layers import LogitKernel, Mlp
+from ..options import Sizes
 
 
 class DLRM(nn.Module):

@@ -6,10 +6,10 @@ Sizes: B samples, F fields and dense features, D embedding width, of which A = c
 import torch
 from torch import Tensor, nn
 
-from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import CrossLayers, FieldEmbeddings, LogitKernel, glorot_normal
-from cowrec.models.options import Size
+from ..config import ModelConfig
+from ..front import Front, Sparse
+from ..layers import CrossLayers, FieldEmbeddings, LogitKernel, glorot_normal
+from ..options import Size
 
 
 class MaskedCross(CrossLayers):

@@ -6,10 +6,10 @@ Sizes: B samples, K = F * D + N width of the features, H heads.
 import torch
 from torch import Tensor, nn
 
-from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import LogitKernel, Mlp, glorot_normal
-from cowrec.models.options import Size, Sizes
+from ..config import ModelConfig
+from ..front import Front, Sparse
+from ..layers import LogitKernel, Mlp, glorot_normal
+from ..options import Size, Sizes
 
 
 class FeatureGate(nn.Module):

@@ -8,9 +8,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import LogitKernel, glorot_normal
+from ..config import ModelConfig
+from ..front import Front, Sparse
+from ..layers import LogitKernel, glorot_normal
 
 
 class FactorizedInteraction(nn.Module):

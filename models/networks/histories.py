@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cowrec.models.front import Features, Front
+from ..front import Features, Front
 
 
 class History(NamedTuple):

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cowrec.models.config import ModelConfig
-from cowrec.models.front import Features, Front, Sparse
-from cowrec.models.layers import LogitKernel, Mlp, glorot_normal
-from cowrec.models.options import Size
-
+from ..config import ModelConfig
+from ..front import Features, Front, Sparse
+from ..layers import LogitKernel, Mlp, glorot_normal
+from ..options import Size
 from .histories import histories_of, require_heads
 
 

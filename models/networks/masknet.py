@@ -10,10 +10,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import FieldEmbeddings, LogitKernel, Mlp, glorot_normal
-from cowrec.models.options import Size
+from ..config import ModelConfig
+from ..front import Front, Sparse
+from ..layers import FieldEmbeddings, LogitKernel, Mlp, glorot_normal
+from ..options import Size
 
 Ratio = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

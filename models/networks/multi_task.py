@@ -11,10 +11,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import LogitKernel, Mlp
-from cowrec.models.options import Size, Sizes
+from ..config import ModelConfig
+from ..front import Front, Sparse
+from ..layers import LogitKernel, Mlp
+from ..options import Size, Sizes
 
 
 class Towers(nn.Module):

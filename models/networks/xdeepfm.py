@@ -6,10 +6,10 @@ Sizes: B samples, F fields, D embedding width, H feature maps.
 import torch
 from torch import Tensor, nn
 
-from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import CrossLayers, LinearPart, LogitKernel, Mlp, glorot_normal
-from cowrec.models.options import Sizes
+from ..config import ModelConfig
+from ..front import Front, Sparse
+from ..layers import CrossLayers, LinearPart, LogitKernel, Mlp, glorot_normal
+from ..options import Sizes
 
 
 class CompressedInteractions(CrossLayers):

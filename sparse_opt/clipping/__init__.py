@@ -1,3 +1,3 @@
 """CowClip under the stock fused optimizers of any TorchRec model."""
 
-import cowrec.sparse_opt.tbe  # noqa: F401 (checks the versions before the modules here import torchrec)
+from .. import tbe  # noqa: F401 (checks the versions before the modules here import torchrec)

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from cowrec.sparse_opt.algorithm.clip import ClipRule
-from cowrec.sparse_opt.kernels.layout import LookupBackward, LookupBags
-from cowrec.sparse_opt.tbe.discovery import called_modules, raised_on_all_ranks
-
+from ..algorithm.clip import ClipRule
+from ..kernels.layout import LookupBackward, LookupBags
+from ..tbe.discovery import called_modules, raised_on_all_ranks
 from .clipped_lookup import ClippedLookup
 from .handle import (
     Forward,

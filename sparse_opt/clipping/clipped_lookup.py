@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cowrec.sparse_opt.kernels.layout import LookupBackward
-from cowrec.sparse_opt.tbe.column_shards import ColumnShards, Groups, column_partners
-from cowrec.sparse_opt.tbe.lookup import BagsOfLookup, TbeLookup, layout_of
-
+from ..kernels.layout import LookupBackward
+from ..tbe.column_shards import ColumnShards, Groups, column_partners
+from ..tbe.lookup import BagsOfLookup, TbeLookup, layout_of
 from .row_backends import NumbaRows, RowBackend, TorchRows, TritonRows
 from .statistics import ClipStatistics
 from .table_rules import TableLimits, TableRules

@@ -18,17 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, compiler, nn
 from torch.amp import GradScaler
 
-from cowrec.sparse_opt.kernels.layout import LookupBackward, LookupBags, LookupIds
-from cowrec.sparse_opt.kernels.torch_rows import parts_of_positions
-from cowrec.sparse_opt.tbe.discovery import (
+from ..kernels.layout import LookupBackward, LookupBags, LookupIds
+from ..kernels.torch_rows import parts_of_positions
+from ..tbe.discovery import (
     grad_scalers_in_use,
     is_pruned,
     leave_ddp,
     lookup_modules,
     sharded_collections,
 )
-from cowrec.sparse_opt.tbe.lookup import ShardedCollection
-
+from ..tbe.lookup import ShardedCollection
 from .clipped_lookup import ClippedLookup
 from .statistics import TableStats
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from cowrec.sparse_opt.tbe.column_shards import groups_of_columns
-from cowrec.sparse_opt.tbe.discovery import (
+from ..tbe.column_shards import groups_of_columns
+from ..tbe.discovery import (
     all_table_names,
     column_split_tables,
     find_lookups,
@@ -19,8 +19,7 @@ from cowrec.sparse_opt.tbe.discovery import (
     tables_in_replica_groups,
     tables_on_some_ranks,
 )
-from cowrec.sparse_opt.tbe.lookup import ShardedCollection, TbeLookup, process_group_of
-
+from ..tbe.lookup import ShardedCollection, TbeLookup, process_group_of
 from .clipped_lookup import ClippedLookup
 from .table_rules import TableRules, named_tables
 

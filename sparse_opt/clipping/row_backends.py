@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import adam_element, ftrl_constants, ftrl_element, table_scalars
-from cowrec.sparse_opt.algorithm.clip import limits_of_norms, scales_of_norms
-from cowrec.sparse_opt.kernels.layout import (
+from ..algorithm.adam import adam_element, ftrl_constants, ftrl_element, table_scalars
+from ..algorithm.clip import limits_of_norms, scales_of_norms
+from ..kernels.layout import (
     AdamRows,
     LookupBackward,
     LookupBags,
@@ -26,9 +26,9 @@ from cowrec.sparse_opt.kernels.layout import (
     to_float32,
     to_numpy,
 )
-from cowrec.sparse_opt.kernels.profiling import ROW_GRADIENTS, profiled
-from cowrec.sparse_opt.kernels.threads import balanced_groups, in_threads, threads_for
-from cowrec.sparse_opt.kernels.torch_rows import (
+from ..kernels.profiling import ROW_GRADIENTS, profiled
+from ..kernels.threads import balanced_groups, in_threads, threads_for
+from ..kernels.torch_rows import (
     LookupIds,
     RowGradients,
     RowSums,
@@ -44,9 +44,8 @@ from cowrec.sparse_opt.kernels.torch_rows import (
     with_sums,
     with_weights,
 )
-from cowrec.sparse_opt.tbe.column_shards import ColumnShards
-from cowrec.sparse_opt.tbe.lookup import TbeLookup, raise_bad_id
-
+from ..tbe.column_shards import ColumnShards
+from ..tbe.lookup import TbeLookup, raise_bad_id
 from .statistics import ClipStatistics
 from .table_rules import TableLimits
 
@@ -138,7 +137,7 @@ class NumbaRows:
     _replay_kernels: ClassVar[Any]
 
     def __init__(self, lookup: TbeLookup, layout: LookupLayout, limits: TableLimits, statistics: ClipStatistics):
-        from cowrec.sparse_opt.kernels import numba_replay, numba_rows
+        from ..kernels import numba_replay, numba_rows
 
         # Of the class: instances are copied with a model, and modules cannot be.
         NumbaRows._replay_kernels, NumbaRows._kernels = numba_replay, numba_rows
@@ -241,7 +240,7 @@ class TritonRows:
     _replay_kernels: ClassVar[Any]
 
     def __init__(self, lookup: TbeLookup, layout: LookupLayout, limits: TableLimits, statistics: ClipStatistics):
-        from cowrec.sparse_opt.kernels import triton_replay, triton_rows
+        from ..kernels import triton_replay, triton_rows
 
         TritonRows._replay_kernels, TritonRows._kernels = triton_replay, triton_rows
         self._lookup, self._layout, self._clips, self._statistics = lookup, layout, limits.clips, statistics

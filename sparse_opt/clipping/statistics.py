@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cowrec.sparse_opt.kernels.layout import RowResults
-from cowrec.sparse_opt.kernels.torch_rows import RowGradients, RowSums
-from cowrec.sparse_opt.tbe.lookup import TableShard, TbeLookup
+from ..kernels.layout import RowResults
+from ..kernels.torch_rows import RowGradients, RowSums
+from ..tbe.lookup import TableShard, TbeLookup
 
 if TYPE_CHECKING:
-    from cowrec.sparse_opt.kernels.numba_rows import Ratios
-    from cowrec.sparse_opt.kernels.triton_rows import DeviceRows
+    from ..kernels.numba_rows import Ratios
+    from ..kernels.triton_rows import DeviceRows
 
 
 _BIN_BITS = 19

@@ -8,10 +8,10 @@ from math import inf
 import torch
 from torch import nn
 
-from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip, Scope
-from cowrec.sparse_opt.kernels.layout import TableClips
-from cowrec.sparse_opt.tbe.discovery import all_table_names, table_names
-from cowrec.sparse_opt.tbe.lookup import TableShard, TbeLookup
+from ..algorithm.clip import ClipRule, NoClip, Scope
+from ..kernels.layout import TableClips
+from ..tbe.discovery import all_table_names, table_names
+from ..tbe.lookup import TableShard, TbeLookup
 
 OTHERS = "*"
 """Stands in a mapping of rules for the tables that it does not name."""

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.clip import limits_of_norms, scales_of_norms
-from cowrec.sparse_opt.kernels.layout import LookupBackward, LookupIds
-from cowrec.sparse_opt.kernels.torch_rows import parts_of_positions, row_begins, row_sums, with_weights
-from cowrec.sparse_opt.tbe.lookup import TracedUpdate
-
+from ..algorithm.clip import limits_of_norms, scales_of_norms
+from ..kernels.layout import LookupBackward, LookupIds
+from ..kernels.torch_rows import parts_of_positions, row_begins, row_sums, with_weights
+from ..tbe.lookup import TracedUpdate
 from .clipped_lookup import ClippedLookup
 
 _ROWS = 4

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from cowrec.sparse_opt.kernels.threads import in_threads
-
+from ..kernels.threads import in_threads
 from .config import IdTableConfig, id_error, time_error
 from .exchange import IdExchange, OwnedIds
 from .kernels.assignment import (

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars, FtrlConstants
+from ..algorithm.adam import AdamConstants, AdamScalars, FtrlConstants
 
 DECAY_INTERVAL = 32
 """Rows are checked for decay after steps that are multiples of it (see numba_replay.py)."""

@@ -14,8 +14,7 @@ depend on when and how often a row is read. Compiled by numba without the GIL, f
 
 import numpy as np
 
-from cowrec.sparse_opt.algorithm.adam import AdamScalars
-
+from ..algorithm.adam import AdamScalars
 from .compiled import compiled
 from .layout import DECAY_INTERVAL
 from .numba_rows import clip_factor, divide, load_row, prefetch_row, root, scalars_of_table, step_of_element, store_row

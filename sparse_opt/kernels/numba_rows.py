@@ -12,8 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cowrec.sparse_opt.algorithm.adam import adam_element, ftrl_element, table_scalars
-
+from ..algorithm.adam import adam_element, ftrl_element, table_scalars
 from .compiled import compiled
 from .layout import Blocks, LookupBags, to_numpy
 

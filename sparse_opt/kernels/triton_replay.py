@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConstants
-
+from ..algorithm.adam import AdamConstants
 from .layout import DECAY_INTERVAL, AdamState, DecayThresholds, DeviceSteps, LookupLayout, TableClips
 from .triton_rows import (
     clip_factors,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import (
+from ..algorithm.adam import (
     AdamConstants,
     AdamScalars,
     FtrlConstants,
@@ -27,7 +27,6 @@ from cowrec.sparse_opt.algorithm.adam import (
     ftrl_element,
     table_scalars,
 )
-
 from .layout import AdamState, DeviceSteps, LookupBags, LookupLayout, RowResults, TableClips
 from .torch_rows import LookupIds
 

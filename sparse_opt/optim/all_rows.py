@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import (
+from ..algorithm.adam import (
     AdamConfig,
     AdamScalars,
     adam_constants,
@@ -21,10 +21,10 @@ from cowrec.sparse_opt.algorithm.adam import (
     ftrl_element,
     table_scalars,
 )
-from cowrec.sparse_opt.algorithm.clip import RowLimit, limits_of_norms, row_norms, scales_of_norms
-from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.kernels.layout import AdamState, LookupBackward, to_float32
-from cowrec.sparse_opt.kernels.torch_rows import RowGradients, exact_root
+from ..algorithm.clip import RowLimit, limits_of_norms, row_norms, scales_of_norms
+from ..clipping.clipped_lookup import ClippedLookup
+from ..kernels.layout import AdamState, LookupBackward, to_float32
+from ..kernels.torch_rows import RowGradients, exact_root
 
 _ROWS_AT_ONCE = 1 << 20
 

@@ -18,12 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
-from cowrec.sparse_opt.algorithm.adam import AdamConfig
-from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.clipping.handle import refuse_copy
-from cowrec.sparse_opt.tbe.column_shards import copy_from_first_shards
-from cowrec.sparse_opt.tbe.lookup import ShardedCollection, process_group_of, sharded_like_weights
-
+from ..algorithm.adam import AdamConfig
+from ..clipping.clipped_lookup import ClippedLookup
+from ..clipping.handle import refuse_copy
+from ..tbe.column_shards import copy_from_first_shards
+from ..tbe.lookup import ShardedCollection, process_group_of, sharded_like_weights
 from .lookup_adam import LookupAdam
 from .replay import StepHistory, largest_rate
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from cowrec.sparse_opt.algorithm.adam import AdamConfig
-from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip
-from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.clipping.handle import (
+from ..algorithm.adam import AdamConfig
+from ..algorithm.clip import ClipRule, NoClip
+from ..clipping.clipped_lookup import ClippedLookup
+from ..clipping.handle import (
     DEFAULT_SCALES,
     Forward,
     Inputs,
@@ -25,10 +25,10 @@ from cowrec.sparse_opt.clipping.handle import (
     require_unattached,
     wrap_lookups,
 )
-from cowrec.sparse_opt.clipping.requirements import clipped_lookups
-from cowrec.sparse_opt.clipping.statistics import TableStats
-from cowrec.sparse_opt.clipping.table_rules import named_tables, table_rules
-from cowrec.sparse_opt.tbe.discovery import (
+from ..clipping.requirements import clipped_lookups
+from ..clipping.statistics import TableStats
+from ..clipping.table_rules import named_tables, table_rules
+from ..tbe.discovery import (
     called_modules,
     column_split_tables,
     is_pruned,
@@ -36,7 +36,6 @@ from cowrec.sparse_opt.tbe.discovery import (
     sharded_collections,
     table_names,
 )
-
 from .collection_adam import CollectionAdam, UpdatedInBackward
 from .lookup_adam import LookupAdam, require_replaceable
 from .replay import require_replayable

@@ -8,10 +8,10 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants, ftrl_constants
-from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.clipping.handle import Forward, Inputs, LossScale, run_in_backward
-from cowrec.sparse_opt.kernels.layout import (
+from ..algorithm.adam import AdamConfig, AdamScalars, adam_constants, ftrl_constants
+from ..clipping.clipped_lookup import ClippedLookup
+from ..clipping.handle import Forward, Inputs, LossScale, run_in_backward
+from ..kernels.layout import (
     AdamRows,
     AdamState,
     DeviceSteps,
@@ -20,10 +20,9 @@ from cowrec.sparse_opt.kernels.layout import (
     LookupIds,
     RowResults,
 )
-from cowrec.sparse_opt.kernels.profiling import EMBEDDING_UPDATE, profiled
-from cowrec.sparse_opt.kernels.torch_rows import is_behind, missed_decay
-from cowrec.sparse_opt.tbe.lookup import TbeLookup
-
+from ..kernels.profiling import EMBEDDING_UPDATE, profiled
+from ..kernels.torch_rows import is_behind, missed_decay
+from ..tbe.lookup import TbeLookup
 from .all_rows import update_all_rows
 from .replay import StepHistory, absent_clip_binds, decay_thresholds, log_beta2
 

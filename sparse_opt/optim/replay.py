@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, BetaHistory, adam_constants, adam_scalars
-from cowrec.sparse_opt.algorithm.clip import RowLimit
-from cowrec.sparse_opt.clipping.table_rules import TableRules
-from cowrec.sparse_opt.kernels.layout import DecayThresholds, Schedule
+from ..algorithm.adam import AdamConfig, AdamScalars, BetaHistory, adam_constants, adam_scalars
+from ..algorithm.clip import RowLimit
+from ..clipping.table_rules import TableRules
+from ..kernels.layout import DecayThresholds, Schedule
 
 DECAYED = 1e-11
 """Largest weight that has decayed where L2 draws it to zero; likewise the change that a first moment still causes."""

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cowrec.sparse_opt.clipping.handle import attached_to, waiting_passes
-from cowrec.sparse_opt.clipping.table_rules import named_tables
-from cowrec.sparse_opt.id_tables.kernels.hashing import GOLDEN, mix
-from cowrec.sparse_opt.id_tables.kernels.slots import COOLDOWN
-from cowrec.sparse_opt.id_tables.tables import NewRows
-from cowrec.sparse_opt.kernels.compiled import compiled
-from cowrec.sparse_opt.tbe.discovery import (
+from ..clipping.handle import attached_to, waiting_passes
+from ..clipping.table_rules import named_tables
+from ..id_tables.kernels.hashing import GOLDEN, mix
+from ..id_tables.kernels.slots import COOLDOWN
+from ..id_tables.tables import NewRows
+from ..kernels.compiled import compiled
+from ..tbe.discovery import (
     NO_ROWS,
     called_modules,
     find_lookups,
@@ -29,8 +29,7 @@ from cowrec.sparse_opt.tbe.discovery import (
     rows_of_tables,
     table_names,
 )
-from cowrec.sparse_opt.tbe.lookup import TbeLookup
-
+from ..tbe.lookup import TbeLookup
 from .embedding_adam import EmbeddingAdam
 from .lookup_adam import LookupAdam
 

@@ -1,6 +1,6 @@
 """Lookups of sharded TorchRec models: their discovery, geometry, column shards, and state laid out like the weights."""
 
-from cowrec.sparse_opt.versions import require_matched_set
+from ..versions import require_matched_set
 
 
 def _load() -> None:

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cowrec.sparse_opt.kernels.layout import LookupLayout
-from cowrec.sparse_opt.kernels.torch_rows import RowGradients, count_rows
-
+from ..kernels.layout import LookupLayout
+from ..kernels.torch_rows import RowGradients, count_rows
 from .lookup import TableShard, TbeLookup
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]

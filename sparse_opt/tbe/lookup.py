@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-from cowrec.sparse_opt.kernels.layout import Blocks, LookupBags, LookupLayout
+from ..kernels.layout import Blocks, LookupBags, LookupLayout
 
 ShardedCollection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 _MOST_SIZES = 64

@@ -15,8 +15,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from cowrec.sparse_opt.kernels.profiling import profiled
-
+from ..kernels.profiling import profiled
 from .discovery import sharded_collections
 
 _Forward = Callable[[KeyedJaggedTensor], KeyedTensor]

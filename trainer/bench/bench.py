@@ -19,13 +19,13 @@ import torch
 
 from cowrec.data_pipeline.files import naming_full_disk
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.runs.run_dir import to_json
-from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
-from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
-from cowrec.trainer.runtime.subprocess_call import Subprocess
 
+from ..config.run import RunConfig
+from ..runs.provenance import environment
+from ..runs.run_dir import to_json
+from ..runtime.environment import launched_rank, launched_world_size
+from ..runtime.errors import Interrupted, ProcessFailed
+from ..runtime.subprocess_call import Subprocess
 from .measurement import cases, measure, run_ids
 from .settings import Bench, Preset
 from .table import short

@@ -24,14 +24,14 @@ from cowrec.data_pipeline.synthetic.criteo_frequencies import NUM_DENSE
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.models import physical_dim
 from cowrec.sparse_opt import EmbeddingAdam
-from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.runtime.environment import prepare_process
-from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
-from cowrec.trainer.sharded_model.dense_adam import DenseAdam
-from cowrec.trainer.sharded_model.run_plan import RunPlan
-from cowrec.trainer.training.pipeline import Pipeline, SequentialSteps, pipeline_of, why_not_captured
 
+from ..config.run import RunConfig
+from ..runtime.environment import prepare_process
+from ..runtime.processes import process_group
+from ..sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
+from ..sharded_model.dense_adam import DenseAdam
+from ..sharded_model.run_plan import RunPlan
+from ..training.pipeline import Pipeline, SequentialSteps, pipeline_of, why_not_captured
 from .parts import (
     PROFILED_STEPS,
     WARMUP_STEPS,

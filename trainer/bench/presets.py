@@ -26,13 +26,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from cowrec.data_pipeline import Batch, Schema
 from cowrec.sparse_opt import EmbeddingAdam, attach_cowclip
 from cowrec.sparse_opt.kernels.profiling import profiled
-from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.runtime.environment import prepare_process
-from cowrec.trainer.runtime.processes import Process, process_group
-from cowrec.trainer.sharded_model.build import adam_config, dense_parameters, set_product_precision, shard, train_task
-from cowrec.trainer.sharded_model.run_plan import RunPlan
-from cowrec.trainer.training.pipeline import pipeline_of
 
+from ..config.run import RunConfig
+from ..runtime.environment import prepare_process
+from ..runtime.processes import Process, process_group
+from ..sharded_model.build import adam_config, dense_parameters, set_product_precision, shard, train_task
+from ..sharded_model.run_plan import RunPlan
+from ..training.pipeline import pipeline_of
 from .parts import bytes_per_sample, graph_captured, memory, reset_peak_memory, step_times, step_values
 from .settings import Preset, preset_config
 

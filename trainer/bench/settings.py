@@ -10,9 +10,10 @@ import torch
 
 from cowrec.models import ModelConfig, require_model
 from cowrec.sparse_opt import AdamConfig
-from cowrec.trainer.config.checks import require, require_choices
-from cowrec.trainer.config.run import RunConfig, config_from, load_config, with_values
-from cowrec.trainer.config.sections import TrainConfig
+
+from ..config.checks import require, require_choices
+from ..config.run import RunConfig, config_from, load_config, with_values
+from ..config.sections import TrainConfig
 
 EPOCH_SAMPLES = 41_256_555
 """Samples of Criteo's training split as published: nine tenths of 45,840,617."""

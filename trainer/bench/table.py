@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cowrec.trainer.reports.plotting import size_name
-from cowrec.trainer.reports.text_table import aligned
-
+from ..reports.plotting import size_name
+from ..reports.text_table import aligned
 from .presets import ADAM_PUBLISHED, BATCH_SIZE_OF_GPU, MLPERF, PUBLISHED, TABLES_ALONE
 
 Lines = Sequence[dict[str, Any]]

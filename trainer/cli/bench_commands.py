@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
-
+from ..runtime.environment import launched_rank, launched_world_size
 from .flags import output_flag, parse_counts, parse_list, parse_table_rows
 
 app = typer.Typer()
@@ -52,12 +51,13 @@ def bench(
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
     from cowrec.data_pipeline.files import require_target
-    from cowrec.trainer.bench.bench import bench as run
-    from cowrec.trainer.bench.presets import PRESETS
-    from cowrec.trainer.bench.settings import Bench
-    from cowrec.trainer.bench.table import table
-    from cowrec.trainer.config.checks import require_choices
-    from cowrec.trainer.runtime.errors import ProcessFailed
+
+    from ..bench.bench import bench as run
+    from ..bench.presets import PRESETS
+    from ..bench.settings import Bench
+    from ..bench.table import table
+    from ..config.checks import require_choices
+    from ..runtime.errors import ProcessFailed
 
     require_choices("--preset", [preset], _PRESETS)
     shape = PRESETS.get(preset)

@@ -226,7 +226,8 @@ def stream(
     from cowrec.data_pipeline.files import locked_folder
     from cowrec.data_pipeline.streams.directory import DirectorySink, send
     from cowrec.data_pipeline.synthetic.drifting import drift_config, drifting_tables
-    from cowrec.trainer.config.checks import require
+
+    from ..config.checks import require
 
     require("--days", days, 0 <= days < inf, "at least 0 and finite")
     require("--skip-days", skip_days, skip_days is None or 0 <= skip_days < inf, "at least 0 and finite")
@@ -245,7 +246,8 @@ def stream(
 def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
     """Applies overrides to the ``[prepare]`` section of a run's TOML file, all of which must be valid."""
     from cowrec.data_pipeline import PrepareConfig
-    from cowrec.trainer.config.run import apply_override, config_from, load_config
+
+    from ..config.run import apply_override, config_from, load_config
 
     section = load_config(toml).prepare if toml else PrepareConfig()
     given: dict[str, Any] = {"prepare": {}}

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from cowrec.data_pipeline.counts import parse_count
-from cowrec.trainer.runtime.environment import launched_world_size
+
+from ..runtime.environment import launched_world_size
 
 
 def count_flag(help: str) -> Any:
@@ -86,8 +87,8 @@ LogForm = Annotated[
 
 def load_run(config: Path, overrides: list[str] | None, data: str | None) -> tuple[Any, Path]:
     """Loads a run's configuration; also returns its data set. Raises ValueError if one is missing or wrong."""
-    from cowrec.trainer.config.run import load_config
-    from cowrec.trainer.runs.remote_run import local_data
+    from ..config.run import load_config
+    from ..runs.remote_run import local_data
 
     loaded = load_config(config, overrides or ())
     if data is None and not loaded.data.dir:

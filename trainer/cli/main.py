@@ -10,9 +10,8 @@ from typing import Annotated
 
 import typer
 
-from cowrec.trainer.runtime.environment import launched_rank, launched_world_size, log_end, prepare_process
-from cowrec.trainer.runtime.errors import Interrupted, is_message, message_of
-
+from ..runtime.environment import launched_rank, launched_world_size, log_end, prepare_process
+from ..runtime.errors import Interrupted, is_message, message_of
 from . import bench_commands, data_commands, model_commands, sweep_commands, train_commands
 
 app = typer.Typer(
@@ -28,7 +27,7 @@ for commands in (data_commands, train_commands, sweep_commands, model_commands, 
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from cowrec.trainer.runs.provenance import library_versions
+        from ..runs.provenance import library_versions
 
         print("  ".join(f"{name} {version}" for name, version in library_versions().items()))
         raise typer.Exit

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from cowrec.trainer.runtime.environment import launched_rank, show_log
-
+from ..runtime.environment import launched_rank, show_log
 from .flags import LogForm, count_flag, output_flag
 
 app = typer.Typer()
@@ -48,9 +47,9 @@ def evaluate(
 
     Example: `cowrec evaluate runs/criteo --data data/criteo --by C14`
     """
-    from cowrec.trainer.reports.text_table import quality_tables
-    from cowrec.trainer.runs.run_dir import to_json
-    from cowrec.trainer.training.saved_run import evaluate_run
+    from ..reports.text_table import quality_tables
+    from ..runs.run_dir import to_json
+    from ..training.saved_run import evaluate_run
 
     quality = evaluate_run(run_dir, data, split, by=by or (), top=top, importance=importance, checkpoint=checkpoint)
     if launched_rank() == 0:
@@ -77,7 +76,7 @@ def predict(
 
     Example: `cowrec predict runs/criteo --data DIR --output predictions.parquet`
     """
-    from cowrec.trainer.training.saved_run import predict_run
+    from ..training.saved_run import predict_run
 
     print(f"{output}: {predict_run(run_dir, data, output, split, checkpoint=checkpoint):,} rows")
 
@@ -99,7 +98,7 @@ def export(
 
     Example: `cowrec export runs/criteo --output exports/criteo --precision int8`
     """
-    from cowrec.trainer.export.export import export_run
+    from ..export.export import export_run
 
     manifest = export_run(run_dir, output, precision, checkpoint=checkpoint)
     size = sum(each[0] for each in manifest.files.values())
@@ -140,11 +139,11 @@ def serve(
 
     Example: `curl localhost:8000/predict --data '{"I1": 3, "C1": "68fd1e64", ...}'`
     """
-    from cowrec.trainer.runs.remote_run import local_copy
+    from ..runs.remote_run import local_copy
 
     try:
-        from cowrec.trainer.serving.server import serve as run
-        from cowrec.trainer.serving.service import Limits
+        from ..serving.server import serve as run
+        from ..serving.service import Limits
     except ModuleNotFoundError as error:
         remedy = "pip install 'cowrec[serve]'"
         raise ImportError(f"serve requires {error.name}, which is not installed: {remedy}") from error
@@ -168,13 +167,13 @@ def versions(
 
     Example: `cowrec versions published --republish 1042`
     """
-    from cowrec.trainer.publishing import versions as published
+    from ..publishing import versions as published
 
     if republish is not None:
         number = published.republish(target, republish)
         print(f"version {republish} is published again as version {number}, to which all servers go")
         return
-    from cowrec.trainer.reports.text_table import aligned
+    from ..reports.text_table import aligned
 
     listed = published.list_versions(target)
     reachable = published.reachable(listed)

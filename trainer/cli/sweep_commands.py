@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cowrec.trainer.runtime.environment import launched_world_size
-
+from ..runtime.environment import launched_world_size
 from .flags import (
     Overrides,
     RunToml,
@@ -45,9 +44,9 @@ def sweep(
 
     Example: `cowrec sweep run.toml --data data/criteo --batch-sizes 1K,8K,64K`
     """
-    from cowrec.trainer.sweep.results import SWEEP_PLOT, plot_sweep, sweep_table
-    from cowrec.trainer.sweep.sweep import Grid, clip_remark, default_rules
-    from cowrec.trainer.sweep.sweep import sweep as run
+    from ..sweep.results import SWEEP_PLOT, plot_sweep, sweep_table
+    from ..sweep.sweep import Grid, clip_remark, default_rules
+    from ..sweep.sweep import sweep as run
 
     if launched_world_size() > 1:
         raise ValueError("sweep starts its own processes; start it without torchrun")
@@ -97,12 +96,12 @@ def tune(
     Example: `cowrec tune run.toml --data data/criteo --batch-size 1K --trials 20`
     """
     try:
-        from cowrec.trainer.sweep.tune import TUNED, Search, hints
-        from cowrec.trainer.sweep.tune import tune as run
+        from ..sweep.tune import TUNED, Search, hints
+        from ..sweep.tune import tune as run
     except ModuleNotFoundError as error:
         remedy = "pip install 'cowrec[tune]'"
         raise ImportError(f"tune requires {error.name}, which is not installed: {remedy}") from error
-    from cowrec.trainer.sweep.results import VALUES, tune_table
+    from ..sweep.results import VALUES, tune_table
 
     if launched_world_size() > 1:
         raise ValueError("tune starts its own processes; start it without torchrun")

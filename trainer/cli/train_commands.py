@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cowrec.trainer.runtime.environment import launched_rank, show_log
-
+from ..runtime.environment import launched_rank, show_log
 from .flags import (
     LogForm,
     NewRunDir,
@@ -39,7 +38,8 @@ def init(
     Example: `cowrec config init --for criteo --output run.toml`
     """
     from cowrec.data_pipeline.files import replace_file, require_target
-    from cowrec.trainer.config.reference import run_file
+
+    from ..config.reference import run_file
 
     text = run_file(preset)
     if output is None:
@@ -64,8 +64,8 @@ def train(
 
     Several GPUs: `torchrun --nproc-per-node 8 -m cowrec.trainer train CONFIG.toml --data DIR --run-dir RUN`
     """
-    from cowrec.trainer.reports.text_table import speed_text
-    from cowrec.trainer.training.loop import train as run
+    from ..reports.text_table import speed_text
+    from ..training.loop import train as run
 
     loaded, data_dir = load_run(config, overrides, data)
     folder = run_dir or str(new_run_dir(config, resume))
@@ -105,8 +105,9 @@ def online(
     Several processes: `torchrun --nproc-per-node 8 -m cowrec.trainer online CONFIG.toml --source SOURCE --run-dir RUN`
     """
     from cowrec.data_pipeline.remote import require_local
-    from cowrec.trainer.online.loop import online as run
-    from cowrec.trainer.reports.text_table import speed_text
+
+    from ..online.loop import online as run
+    from ..reports.text_table import speed_text
 
     show_log(log_format)
     loaded, data_dir = load_run(config, overrides, data)
@@ -131,9 +132,10 @@ def plot(
     Example: `cowrec plot runs/base runs/large --output comparison.png`
     """
     from cowrec.data_pipeline.files import require_target
-    from cowrec.trainer.reports.run_curves import FORMATS, RunCurves, curves_table, plot_runs
-    from cowrec.trainer.runs.remote_run import local_copy
-    from cowrec.trainer.runs.run_dir import METRICS
+
+    from ..reports.run_curves import FORMATS, RunCurves, curves_table, plot_runs
+    from ..runs.remote_run import local_copy
+    from ..runs.run_dir import METRICS
 
     if output.suffix.lstrip(".") not in FORMATS:
         raise ValueError(f"{output} must end in one of: {', '.join('.' + each for each in FORMATS)}")

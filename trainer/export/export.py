@@ -23,15 +23,15 @@ from cowrec.data_pipeline.remote import Place
 from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.models.own_code import is_import_path
 from cowrec.sparse_opt import IdTables
-from cowrec.trainer.runs.own_code import own_code
-from cowrec.trainer.runs.remote_run import checksums, local_copy, written_folder
-from cowrec.trainer.runs.run_dir import VOCABULARY
-from cowrec.trainer.runtime.environment import launched_world_size
-from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.build import dense_tensors
-from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, tables_of
-from cowrec.trainer.training.saved_run import run_of, trained_state
 
+from ..runs.own_code import own_code
+from ..runs.remote_run import checksums, local_copy, written_folder
+from ..runs.run_dir import VOCABULARY
+from ..runtime.environment import launched_world_size
+from ..runtime.processes import process_group
+from ..sharded_model.build import dense_tensors
+from ..sharded_model.tables import TableSpec, gathered_table, tables_of
+from ..training.saved_run import run_of, trained_state
 from .manifest import DENSE, MANIFEST, NETWORK, TABLES, Manifest, Precision, TableManifest, dequantise, quantise
 
 _PROBE_SAMPLES = 4096

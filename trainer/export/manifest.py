@@ -25,8 +25,9 @@ from cowrec.data_pipeline.encoding import one_array
 from cowrec.data_pipeline.files import write_file
 from cowrec.data_pipeline.hashing import string_buffers
 from cowrec.models import ModelConfig
-from cowrec.trainer.runs.own_code import OwnCode
-from cowrec.trainer.runs.remote_run import damage
+
+from ..runs.own_code import OwnCode
+from ..runs.remote_run import damage
 
 FORMAT = 1
 Precision = Literal["float32", "float16", "int8"]

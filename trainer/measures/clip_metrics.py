@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from cowrec.sparse_opt import TableStats
-from cowrec.trainer.runtime.processes import Process
+
+from ..runtime.processes import Process
 
 HARDLY_ANY = 1e-4
 """Share of clipped rows below which the clip counts as without effect."""

@@ -33,20 +33,20 @@ from cowrec.data_pipeline.codec import ID_COLUMN, sample_block
 from cowrec.data_pipeline.files import replacing
 from cowrec.data_pipeline.streams.position import POSITION_FILE
 from cowrec.data_pipeline.urls import without_credentials
-from cowrec.trainer.config.id_table import seconds
-from cowrec.trainer.config.run import RunConfig, checked_config, load_config, with_defaults, with_values
-from cowrec.trainer.runs.checkpoint import checkpoint_name, list_checkpoints
-from cowrec.trainer.runs.metrics_log import MetricsLog
-from cowrec.trainer.runs.remote_run import RunPlace
-from cowrec.trainer.runs.run_dir import CONFIG, JOURNAL, REPORT, write_json
-from cowrec.trainer.runtime.processes import Peers, Process, from_first, on_first, process_group
-from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
-from cowrec.trainer.sharded_model.build import has_batch_norm
-from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
-from cowrec.trainer.training.dataloading import even_slice
-from cowrec.trainer.training.loop import Trainer, require_run_dir
-from cowrec.trainer.training.saved_run import warm_start
 
+from ..config.id_table import seconds
+from ..config.run import RunConfig, checked_config, load_config, with_defaults, with_values
+from ..runs.checkpoint import checkpoint_name, list_checkpoints
+from ..runs.metrics_log import MetricsLog
+from ..runs.remote_run import RunPlace
+from ..runs.run_dir import CONFIG, JOURNAL, REPORT, write_json
+from ..runtime.processes import Peers, Process, from_first, on_first, process_group
+from ..runtime.stopping import StopRequest, stop_requests
+from ..sharded_model.build import has_batch_norm
+from ..sharded_model.run_plan import RunPlan, Schedule
+from ..training.dataloading import even_slice
+from ..training.loop import Trainer, require_run_dir
+from ..training.saved_run import warm_start
 from .measurements import WINDOW_FILE, Measurements, metrics_endpoint
 from .publication import Due, OnlinePublication
 

@@ -19,11 +19,11 @@ from cowrec.data_pipeline import SampleStream, StreamBatch
 from cowrec.data_pipeline.codec import TIME_COLUMN
 from cowrec.data_pipeline.dataset.schema import LABEL
 from cowrec.data_pipeline.streams.position import LEFT_OUT
-from cowrec.trainer.config.id_table import seconds
-from cowrec.trainer.measures.quality import Samples, measure
-from cowrec.trainer.runs.metrics_log import MetricsLog
-from cowrec.trainer.training.loop import Trainer
 
+from ..config.id_table import seconds
+from ..measures.quality import Samples, measure
+from ..runs.metrics_log import MetricsLog
+from ..training.loop import Trainer
 from .publication import OnlinePublication
 
 if TYPE_CHECKING:

@@ -21,15 +21,16 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import RESERVED_ROWS
-from cowrec.trainer.export.export import TrainedTable, dense_weights, rows_and_ids, trained_table, write_export
-from cowrec.trainer.export.manifest import TableManifest, fingerprint
-from cowrec.trainer.publishing.blob import Change, TableChange, row_keys
-from cowrec.trainer.publishing.publisher import Publisher
-from cowrec.trainer.publishing.target import open_target
-from cowrec.trainer.runs.run_dir import VOCABULARY
-from cowrec.trainer.runtime.processes import CHUNK, Peers, Process, from_first, on_first
-from cowrec.trainer.sharded_model.tables import TableSpec, local_shards, tables_of
-from cowrec.trainer.training.state import TrainState
+
+from ..export.export import TrainedTable, dense_weights, rows_and_ids, trained_table, write_export
+from ..export.manifest import TableManifest, fingerprint
+from ..publishing.blob import Change, TableChange, row_keys
+from ..publishing.publisher import Publisher
+from ..publishing.target import open_target
+from ..runs.run_dir import VOCABULARY
+from ..runtime.processes import CHUNK, Peers, Process, from_first, on_first
+from ..sharded_model.tables import TableSpec, local_shards, tables_of
+from ..training.state import TrainState
 
 BASE = "base"
 """Folder in a run with the export that readers of its publications start from."""

@@ -37,9 +37,9 @@ from torch.futures import Future as TorchFuture
 
 from cowrec.data_pipeline.files import sync_folder, write_file
 from cowrec.data_pipeline.parallel import available_cores
-from cowrec.trainer.config.sections import CheckpointConfig
-from cowrec.trainer.runtime.processes import Process, from_first, on_first
 
+from ..config.sections import CheckpointConfig
+from ..runtime.processes import Process, from_first, on_first
 from .remote_run import MANIFEST, Files, RunPlace, checksums, damage, rank_of
 from .run_dir import CHECKPOINTS
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from cowrec.data_pipeline.files import append_line, earlier, replace_file
-from cowrec.trainer.runtime.errors import Interrupted
 
+from ..runtime.errors import Interrupted
 from .run_dir import BOARD, METRICS, to_json
 from .trackers import Tracking, flattened
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from cowrec.data_pipeline.files import checksum, replace_file
 from cowrec.models.own_code import file_of, search_also
-from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.runtime.environment import launched_rank
+
+from ..config.run import RunConfig
+from ..runtime.environment import launched_rank
 
 RECORD, COPIES = "code.json", "code"
 

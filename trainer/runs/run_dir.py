@@ -22,9 +22,9 @@ from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, vocabulary_file
 from cowrec.data_pipeline.files import replace_file, replacing
 from cowrec.data_pipeline.preparation.config import prepared_with
-from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain
-from cowrec.trainer.runtime.processes import Process, from_first, on_first
 
+from ..config.run import RunConfig, first_difference, load_config, save_config, to_plain
+from ..runtime.processes import Process, from_first, on_first
 from .own_code import load_code, save_code, warn_if_changed
 
 CONFIG, REPORT, CHECKPOINTS = "config.toml", "report.json", "checkpoints"

@@ -18,10 +18,10 @@ from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.models import build_network, physical_dim
 from cowrec.models.own_code import search_also
 from cowrec.sparse_opt import id_bucket_rows
-from cowrec.trainer.export.manifest import DENSE, TABLES, Manifest, fingerprint
-from cowrec.trainer.publishing.blob import Blob, TableChange
-from cowrec.trainer.runs.own_code import warn_if_changed
 
+from ..export.manifest import DENSE, TABLES, Manifest, fingerprint
+from ..publishing.blob import Blob, TableChange
+from ..runs.own_code import warn_if_changed
 from .inference_network import InferenceNetwork
 from .row_kernels import Tables
 from .served_rows import RowChange, ServedRows

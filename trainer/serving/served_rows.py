@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import RESERVED_ROWS, Schema
-from cowrec.trainer.export.manifest import Precision, quantise
 
+from ..export.manifest import Precision, quantise
 from .row_kernels import (
     Bag,
     Store,

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from cowrec.data_pipeline import SampleCodec
-from cowrec.trainer.publishing.blob import Blob
-from cowrec.trainer.publishing.follower import VersionFollower
 
+from ..publishing.blob import Blob
+from ..publishing.follower import VersionFollower
 from .metrics import ServiceMetrics
 from .request_samples import RequestSample, encode_samples
 from .served_model import ServedModel

@@ -30,11 +30,11 @@ from cowrec.sparse_opt import (
 )
 from cowrec.sparse_opt.tbe.discovery import set_initial_rates
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
-from cowrec.trainer.config.checks import hint
-from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.config.sections import OptimizerConfig
-from cowrec.trainer.runtime.processes import Process
 
+from ..config.checks import hint
+from ..config.run import RunConfig
+from ..config.sections import OptimizerConfig
+from ..runtime.processes import Process
 from .run_plan import TABLE_OPTIMIZERS, RunPlan, Scaled
 from .sharding import sharding_plan
 from .tables import by_table, fill_tables, require_tables

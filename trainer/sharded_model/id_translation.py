@@ -21,8 +21,8 @@ from cowrec.sparse_opt import (
     RowInitializer,
     id_bucket_rows,
 )
-from cowrec.trainer.config.id_table import seconds
 
+from ..config.id_table import seconds
 from .run_plan import RunPlan
 from .tables import TableSpec
 

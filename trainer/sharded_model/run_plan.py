@@ -18,10 +18,10 @@ from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.reading.order import GlobalBatches
 from cowrec.sparse_opt import ClipRule, FtrlConfig, Hyperparameters, scale_clip, scale_hyperparameters
 from cowrec.sparse_opt.algorithm.scaling import EmbeddingOptimizer
-from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.config.sections import LrDecay, OptimizerConfig
-from cowrec.trainer.runtime.processes import Process
 
+from ..config.run import RunConfig
+from ..config.sections import LrDecay, OptimizerConfig
+from ..runtime.processes import Process
 from .sharding import chosen_kinds
 from .tables import TableSpec, embedding_tables, table_specs
 

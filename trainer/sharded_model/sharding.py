@@ -27,9 +27,8 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.runtime.processes import Process
-
+from ..config.run import RunConfig
+from ..runtime.processes import Process
 from .tables import by_table, require_tables, shown_name
 
 _BY_ROWS = ("row_wise", "table_row_wise")

@@ -10,8 +10,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
-from cowrec.trainer.runtime.processes import Process
 
+from ..runtime.processes import Process
 from .build import dense_parameters, dense_tensors
 
 LARGEST_GRADIENT = 1e10

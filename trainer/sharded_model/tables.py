@@ -16,10 +16,11 @@ from cowrec.data_pipeline import RESERVED_ROWS, Schema, SparseField
 from cowrec.data_pipeline.dataset.schema import escaped_name
 from cowrec.models import physical_dim
 from cowrec.sparse_opt import rows_for
-from cowrec.trainer.config.checks import hint
-from cowrec.trainer.config.id_table import IdConfig
-from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.runtime.processes import Process
+
+from ..config.checks import hint
+from ..config.id_table import IdConfig
+from ..config.run import RunConfig
+from ..runtime.processes import Process
 
 Value = TypeVar("Value")
 _TAKEN = frozenset(dir(nn.ModuleDict()))

@@ -14,9 +14,10 @@ from matplotlib.axes import Axes
 
 from cowrec.data_pipeline.files import naming_full_disk
 from cowrec.sparse_opt import SCALING_RULES
-from cowrec.trainer.config.run import FEW_STEPS
-from cowrec.trainer.reports.plotting import plt, size_name
-from cowrec.trainer.reports.text_table import aligned, number_text
+
+from ..config.run import FEW_STEPS
+from ..reports.plotting import plt, size_name
+from ..reports.text_table import aligned, number_text
 
 Lines = Sequence[dict[str, Any]]
 Range = tuple[float, float]

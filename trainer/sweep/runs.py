@@ -18,7 +18,8 @@ from tqdm import tqdm
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE
 from cowrec.data_pipeline.files import locked_folder, replace_file
-from cowrec.trainer.config.run import (
+
+from ..config.run import (
     RunConfig,
     first_difference,
     load_config,
@@ -27,13 +28,13 @@ from cowrec.trainer.config.run import (
     with_defaults,
     with_values,
 )
-from cowrec.trainer.runs.own_code import changes, load_code
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, difference_of_samples, to_json
-from cowrec.trainer.runtime.environment import prepare_process
-from cowrec.trainer.runtime.errors import Interrupted
-from cowrec.trainer.runtime.stopping import interrupted_by_sigterm
-from cowrec.trainer.runtime.subprocess_call import Subprocess
-from cowrec.trainer.training.loop import AfterEpoch, train
+from ..runs.own_code import changes, load_code
+from ..runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, difference_of_samples, to_json
+from ..runtime.environment import prepare_process
+from ..runtime.errors import Interrupted
+from ..runtime.stopping import interrupted_by_sigterm
+from ..runtime.subprocess_call import Subprocess
+from ..training.loop import AfterEpoch, train
 
 RUNS = "runs"
 

@@ -16,14 +16,14 @@ import torch
 
 from cowrec.data_pipeline import Schema
 from cowrec.sparse_opt import SCALING_RULES
-from cowrec.trainer.config.checks import require, require_choices
-from cowrec.trainer.config.run import RunConfig, with_values
-from cowrec.trainer.measures.clip_metrics import HARDLY_ANY
-from cowrec.trainer.reports.text_table import speed_text
-from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.runtime.errors import ProcessFailed
-from cowrec.trainer.sharded_model.run_plan import Scaled
 
+from ..config.checks import require, require_choices
+from ..config.run import RunConfig, with_values
+from ..measures.clip_metrics import HARDLY_ANY
+from ..reports.text_table import speed_text
+from ..runs.provenance import environment
+from ..runtime.errors import ProcessFailed
+from ..sharded_model.run_plan import Scaled
 from .results import few_steps_warning
 from .runs import Runs, on_data, open_runs, say
 

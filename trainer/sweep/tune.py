@@ -22,14 +22,14 @@ from optuna.trial import Trial, TrialState, create_trial
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import read_lines
-from cowrec.trainer.config.checks import require
-from cowrec.trainer.config.run import RunConfig, load_config, save_config, with_values
-from cowrec.trainer.reports.text_table import number_text
-from cowrec.trainer.runs.checkpoint import best_epoch
-from cowrec.trainer.runs.run_dir import CONFIG, METRICS
-from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed
-from cowrec.trainer.sharded_model.run_plan import Scaled
 
+from ..config.checks import require
+from ..config.run import RunConfig, load_config, save_config, with_values
+from ..reports.text_table import number_text
+from ..runs.checkpoint import best_epoch
+from ..runs.run_dir import CONFIG, METRICS
+from ..runtime.errors import NonFiniteLoss, ProcessFailed
+from ..sharded_model.run_plan import Scaled
 from .results import VALUES, Range, ranked
 from .runs import Runs, on_data, open_runs, say
 

@@ -18,8 +18,9 @@ from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes
 from cowrec.data_pipeline.dataset.schema import TIME
 from cowrec.data_pipeline.dataset.shards import shard_path
 from cowrec.sparse_opt.id_tables.config import TIME_LIMIT
-from cowrec.trainer.config.id_table import seconds
-from cowrec.trainer.sharded_model.run_plan import RunPlan
+
+from ..config.id_table import seconds
+from ..sharded_model.run_plan import RunPlan
 
 
 class Readers(NamedTuple):

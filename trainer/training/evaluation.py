@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from cowrec.data_pipeline import Batch, Reader
-from cowrec.trainer.measures.quality import Quality, Samples, measure, measure_tasks
-from cowrec.trainer.measures.segments import THIRDS, newest_samples
-from cowrec.trainer.runtime.processes import from_first, gathered
 
+from ..measures.quality import Quality, Samples, measure, measure_tasks
+from ..measures.segments import THIRDS, newest_samples
+from ..runtime.processes import from_first, gathered
 from .dataloading import even_slice
 from .state import TrainState
 

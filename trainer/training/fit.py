@@ -18,10 +18,10 @@ from cowrec.data_pipeline.dataset.schema import SAMPLE_NUMBER
 from cowrec.data_pipeline.preparation.config import OnBadRow
 from cowrec.data_pipeline.raw.parsing import SKIP_ADVICE
 from cowrec.data_pipeline.remote import Place, require_local
-from cowrec.trainer.config.run import RunConfig, checked_config
-from cowrec.trainer.runs.run_dir import FITTED, require_unused
-from cowrec.trainer.runtime.environment import launched_world_size
 
+from ..config.run import RunConfig, checked_config
+from ..runs.run_dir import FITTED, require_unused
+from ..runtime.environment import launched_world_size
 from .loop import train
 from .saved_run import evaluate_run, predict_run
 

@@ -20,7 +20,8 @@ from torch import nn
 from cowrec.data_pipeline import Batch, Reader, Schema
 from cowrec.data_pipeline.files import locked, locked_folder
 from cowrec.data_pipeline.remote import Place
-from cowrec.trainer.config.run import (
+
+from ..config.run import (
     RunConfig,
     checked_config,
     few_steps_warning,
@@ -30,14 +31,14 @@ from cowrec.trainer.config.run import (
     with_defaults,
     with_values,
 )
-from cowrec.trainer.config.sections import OnNonfinite
-from cowrec.trainer.measures.clip_metrics import clip_remark
-from cowrec.trainer.measures.quality import auc_remark, calibration_remark, require_distinct_measures
-from cowrec.trainer.measures.segments import id_count_thirds
-from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, WriteFiles, best_epoch
-from cowrec.trainer.runs.metrics_log import MetricsLog
-from cowrec.trainer.runs.remote_run import RunPlace, local_data
-from cowrec.trainer.runs.run_dir import (
+from ..config.sections import OnNonfinite
+from ..measures.clip_metrics import clip_remark
+from ..measures.quality import auc_remark, calibration_remark, require_distinct_measures
+from ..measures.segments import id_count_thirds
+from ..runs.checkpoint import Checkpoints, Progress, WriteFiles, best_epoch
+from ..runs.metrics_log import MetricsLog
+from ..runs.remote_run import RunPlace, local_data
+from ..runs.run_dir import (
     CONFIG,
     JOURNAL,
     REPORT,
@@ -47,14 +48,13 @@ from cowrec.trainer.runs.run_dir import (
     require_unused,
     write_json,
 )
-from cowrec.trainer.runs.trackers import TRACKERS, TrackedRun, Tracking, flattened, require_trackers
-from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
-from cowrec.trainer.runtime.processes import Process, on_first, process_group
-from cowrec.trainer.runtime.stopping import Heartbeat, LossWatch, StopRequest, ignoring_sigterm, stop_requests
-from cowrec.trainer.sharded_model.build import has_batch_norm
-from cowrec.trainer.sharded_model.run_plan import RunPlan
-from cowrec.trainer.sharded_model.sharding import SHARDING, describe_sharding, sharding_line
-
+from ..runs.trackers import TRACKERS, TrackedRun, Tracking, flattened, require_trackers
+from ..runtime.errors import Interrupted, NonFiniteLoss
+from ..runtime.processes import Process, on_first, process_group
+from ..runtime.stopping import Heartbeat, LossWatch, StopRequest, ignoring_sigterm, stop_requests
+from ..sharded_model.build import has_batch_norm
+from ..sharded_model.run_plan import RunPlan
+from ..sharded_model.sharding import SHARDING, describe_sharding, sharding_line
 from .dataloading import Readers, even_slice, keep_resident, training_readers
 from .evaluation import Stop, Stopped, evaluate
 from .saved_run import warm_start

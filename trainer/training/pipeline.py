@@ -24,9 +24,10 @@ from cowrec.sparse_opt.kernels.profiling import profiled
 from cowrec.sparse_opt.optim.graphed_steps import GraphedSteps
 from cowrec.sparse_opt.tbe.discovery import sharded_collections
 from cowrec.sparse_opt.tbe.one_process import only_exchanges
-from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.sharded_model.dense_adam import DenseAdam
-from cowrec.trainer.sharded_model.run_plan import RunPlan
+
+from ..runtime.processes import Process
+from ..sharded_model.dense_adam import DenseAdam
+from ..sharded_model.run_plan import RunPlan
 
 WARMUP_STEPS = 3
 """Steps before the capture: they compile kernels, and let libraries choose and allocate what they need."""

@@ -21,19 +21,19 @@ from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_columns
 from cowrec.data_pipeline.files import replacing, require_target
 from cowrec.data_pipeline.remote import Place
 from cowrec.models.registry import all_options
-from cowrec.trainer.config.run import RunConfig, load_config, with_values
-from cowrec.trainer.measures.quality import measure_tasks
-from cowrec.trainer.measures.segments import Segments
-from cowrec.trainer.runs.checkpoint import Progress
-from cowrec.trainer.runs.own_code import load_code, require_not_imported, warn_if_changed
-from cowrec.trainer.runs.remote_run import local_copy, local_data
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, JOURNAL, require_same_ids
-from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
-from cowrec.trainer.runtime.processes import Process, from_first, on_first, process_group
-from cowrec.trainer.sharded_model.build import dense_tensors
-from cowrec.trainer.sharded_model.run_plan import RunPlan
-from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, local_shards, tables_of
 
+from ..config.run import RunConfig, load_config, with_values
+from ..measures.quality import measure_tasks
+from ..measures.segments import Segments
+from ..runs.checkpoint import Progress
+from ..runs.own_code import load_code, require_not_imported, warn_if_changed
+from ..runs.remote_run import local_copy, local_data
+from ..runs.run_dir import CHECKPOINTS, CONFIG, JOURNAL, require_same_ids
+from ..runtime.environment import launched_rank, launched_world_size
+from ..runtime.processes import Process, from_first, on_first, process_group
+from ..sharded_model.build import dense_tensors
+from ..sharded_model.run_plan import RunPlan
+from ..sharded_model.tables import TableSpec, gathered_table, local_shards, tables_of
 from .dataloading import require_labels
 from .evaluation import field_importance, predicted_samples, predictions
 from .state import TrainState

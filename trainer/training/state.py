@@ -13,10 +13,11 @@ from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import EmbeddingAdam, IdTables
 from cowrec.sparse_opt.optim.collection_adam import LRS
 from cowrec.sparse_opt.tbe.discovery import find_lookups, set_rates
-from cowrec.trainer.config.run import to_plain
-from cowrec.trainer.config.sections import OnNonfinite
-from cowrec.trainer.measures.clip_metrics import ClipWatch
-from cowrec.trainer.runs.checkpoint import (
+
+from ..config.run import to_plain
+from ..config.sections import OnNonfinite
+from ..measures.clip_metrics import ClipWatch
+from ..runs.checkpoint import (
     Checkpoints,
     Fetch,
     Progress,
@@ -28,8 +29,8 @@ from cowrec.trainer.runs.checkpoint import (
     read_checkpoint,
     readable,
 )
-from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.sharded_model.build import (
+from ..runs.provenance import environment
+from ..sharded_model.build import (
     adam_config,
     build_sharded,
     dense_parameters,
@@ -37,12 +38,11 @@ from cowrec.trainer.sharded_model.build import (
     embedding_optimizer,
     seed_process,
 )
-from cowrec.trainer.sharded_model.dense_adam import DenseAdam
-from cowrec.trainer.sharded_model.id_translation import IdTranslation
-from cowrec.trainer.sharded_model.run_plan import RunPlan
-from cowrec.trainer.sharded_model.step_guard import StepGuard, not_finite, random_state
-from cowrec.trainer.sharded_model.tables import by_table, shown_name
-
+from ..sharded_model.dense_adam import DenseAdam
+from ..sharded_model.id_translation import IdTranslation
+from ..sharded_model.run_plan import RunPlan
+from ..sharded_model.step_guard import StepGuard, not_finite, random_state
+from ..sharded_model.tables import by_table, shown_name
 from .pipeline import CapturedSteps, pipeline_of, why_not_captured
 
 

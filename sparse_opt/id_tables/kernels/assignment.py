@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cowrec.sparse_opt.kernels.compiled import compiled
-
+from ...kernels.compiled import compiled
 from .hashing import id_hash, mix, segment_of
 from .memory import ADMIT_BY_COUNT, ADMIT_BY_DRAW, FREE, MAX_COUNT, RESERVED_ROWS
 from .sketch import add_to_total, count_id, is_drawn

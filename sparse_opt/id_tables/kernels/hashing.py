@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from cowrec.sparse_opt.kernels.compiled import compiled
-
+from ...kernels.compiled import compiled
 from .memory import RESERVED_ROWS
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -16,8 +16,7 @@ most, where N is the number of occurrences that the segment counted in the panes
 
 import numpy as np
 
-from cowrec.sparse_opt.kernels.compiled import compiled
-
+from ...kernels.compiled import compiled
 from .hashing import mix, scaled
 from .memory import DEPTH, LINE, MAX_COUNT
 

@@ -5,9 +5,8 @@ Compiled by numba without the GIL.
 
 import numpy as np
 
-from cowrec.sparse_opt.kernels.compiled import compiled
-from cowrec.sparse_opt.kernels.numba_rows import prefetch
-
+from ...kernels.compiled import compiled
+from ...kernels.numba_rows import prefetch
 from .hashing import home_slot, id_hash, tag_of
 from .memory import FREE, MAX_COUNT, MAX_LOAD, Segment
 
