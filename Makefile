@@ -112,4 +112,4 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find cowrec $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -273,6 +273,15 @@ assert CriteoIds(max_rows=9).last_samples(5).sum() > 0
     assert child.returncode == 0, child.stderr
 
 
+def test_imports_inside_a_package_are_relative() -> None:
+    for package in PACKAGES:
+        of_itself = re.compile(rf"^ *(from|import) cowrec\.{package}\b", re.MULTILINE)
+        absolute = [
+            file for file in (ROOT / package).rglob("*.py") if of_itself.search(file.read_text(encoding="utf-8"))
+        ]
+        assert not absolute
+
+
 def test_every_folder_is_installed() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     found = [name for name, file in modules().items() if file.name == "__init__.py"]
