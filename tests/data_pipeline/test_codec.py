@@ -254,7 +254,7 @@ GOOD = json.dumps(good_sample()).encode()
 NO_OBJECTS = [b"", b" ", b"{", b"null", b"[]", b'"text"', b"{} {}", b'{"city": "x"', b'{"city": "\xff"}', b"{}}"]
 MALFORMED = [([GOOD, line, GOOD], [1]) for line in (*NO_OBJECTS, b"not JSON", b"\x00")]
 # What Arrow reads and Python does not, in a column that is ignored, after the lines that decide how lines are parsed.
-for value in (b"1" * 5000, b"[" * 2000 + b"]" * 2000):
+for value in (b"1" * 5000, b"[" * 20_000 + b"]" * 20_000):
     MALFORMED.append(([GOOD] * 20 + [GOOD[:-1] + b', "surplus": ' + value + b"}"] + [GOOD] * 9, [20]))
 # Objects that are split over lines or share a line; there are as many of them as lines.
 MALFORMED.append(([GOOD + GOOD, b" ", GOOD, GOOD[:-1], b"}"], [0, 1, 3, 4]))
