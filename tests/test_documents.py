@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from cowrec.sparse_opt.versions import MATCHED_SETS
-
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("trainer", "models", "sparse_opt", "data_pipeline", "tests", "scripts", "docs", "results")
 DOCUMENTS = sorted(
@@ -55,22 +53,6 @@ def test_the_walks_count_their_files() -> None:
     walks = WALK.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
     assert len(walks) == 4
     assert [int(count) for count, _ in walks] == [len({path for path, _ in STEP.findall(rows)}) for _, rows in walks]
-
-
-def test_every_matched_set_has_its_pins() -> None:
-    for matched in MATCHED_SETS:
-        series = ".".join(matched.torch.split(".")[:2])
-        lines = (ROOT / "scripts" / f"constraints_torch_{series}.txt").read_text(encoding="utf-8").splitlines()
-        pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-        assert (
-            pins.items()
-            >= {
-                "torch": matched.torch,
-                "torchrec": matched.torchrec,
-                "fbgemm-gpu": matched.fbgemm,
-                "fbgemm-gpu-cpu": matched.fbgemm,
-            }.items()
-        )
 
 
 def test_the_citation_has_the_project_s_version() -> None:

@@ -93,7 +93,7 @@ def test_absent_packages_are_named_with_the_extra_in_one_line(monkeypatch: Any, 
 def test_versions_are_printed_and_named_in_one_line_if_they_do_not_match(cowrec: Cowrec, monkeypatch: Any) -> None:
     code, printed, _ = cowrec("--version")
     assert (code, printed.startswith(f"cowrec {version('cowrec')}  torch ")) == (0, True)
-    monkeypatch.setattr(versions, "MATCHED_SETS", (versions.MatchedSet("1.0.0", "1.0.0", "1.0.0"),))
+    monkeypatch.setattr(versions, "MATCHED_SETS", (versions.MatchedSet("2.99.0", "1.94.0", "1.94.0", "3.11"),))
     code, _, error = cowrec("evaluate", "run")
     assert code == 2
     assert re.fullmatch(r"cowrec: error: cowrec needs torch, [^\n]+\n", error)
