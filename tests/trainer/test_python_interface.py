@@ -38,7 +38,8 @@ def test_runs_leave_no_traces_and_print_warnings_alone(tmp_path: Path) -> None:
     make_data(tmp_path)
     in_processes(_two_runs, (str(tmp_path), str(config_file(tmp_path))), 1)
     printed = (tmp_path / "printed").read_text().splitlines()
-    assert all("warning: the run has 5 steps" in line for line in printed), "torch's logging shows warnings"
+    expected = re.compile("warning: the run has 5 steps|compiling kernels for this machine's CPU")
+    assert all(map(expected.search, printed)), "torch's logging shows warnings"
 
 
 def _two_runs(_: int, folder: str, config_path: str) -> None:
