@@ -379,9 +379,9 @@ def test_patience_without_a_measure_to_go_by_is_told_once(
     (shard,) = (tmp_path / "data" / "train").iterdir()
     edit_column(shard, "label", slice(-VALIDATED_ROWS, None), lambda label: 0 * label)
     caplog.set_level("INFO", "cowrec")
-    for metric, told in (("auc", 1), ("logloss", 0)):
+    for metric, patience, told in (("auc", 1, 1), ("logloss", 3, 0)):
         caplog.clear()
-        values = ("train.epochs=3", "train.patience=1", f"checkpoint.keep_best={metric}")
+        values = ("train.epochs=3", f"train.patience={patience}", f"checkpoint.keep_best={metric}")
         report = run(single, tmp_path / metric, *VALIDATION, *values, data=tmp_path / "data")
         assert len(report["epochs"]) == 3
         text = "checkpoint.keep_best and train.patience go by auc, which the validation samples leave undefined"
@@ -390,7 +390,7 @@ def test_patience_without_a_measure_to_go_by_is_told_once(
 
 def test_the_report_is_of_weights_that_there_are(single: Path, tmp_path: Path) -> None:
     """A run that begins to keep the best checkpoint when it is gone reports the last epoch, as later commands use."""
-    settings = ["train.epochs=8", "checkpoint.keep_last=1", "optimizer.embedding_lr=1", "optimizer.dense_lr=0.3"]
+    settings = ["train.epochs=8", "checkpoint.keep_last=1", "optimizer.embedding_lr=1", "optimizer.dense_lr=3"]
     run(single, tmp_path / "run", *settings)
     report = run(single, tmp_path / "run", *settings, "checkpoint.keep_best=logloss", resume=True)
     assert report["best_epoch"] < report["epoch"] == 8
