@@ -110,7 +110,14 @@ class CollectionAdam:
     @property
     def lr(self) -> float:
         """See :attr:`EmbeddingAdam.lr`."""
-        return self._checked_lr(self.groups[0]["lr"])
+        rates = [group["lr"] for group in self.groups]
+        if rates.count(rates[0]) < len(rates):
+            raise ValueError(
+                f"param_groups of one collection have the learning rates {', '.join(f'{rate:g}' for rate in rates)},"
+                " and EmbeddingAdam trains its tables at one; set the same in all of them, and give single tables"
+                " another by lr_factors"
+            )
+        return self._checked_lr(rates[0])
 
     @lr.setter
     def lr(self, value: float) -> None:
@@ -199,18 +206,22 @@ class CollectionAdam:
             """What is loaded has no moments, may lack weights, and may be the weights' memory, written before."""
             if called is not self.collection:
                 refuse_copy(called)
-            self._accept_writes()
             given = {each.data_ptr() for value in state.values() for each in _held_here(value)}
             replayed = [each for each in self._replayed() if each.step]
-            if replayed and all(view.data_ptr() in given for adam in replayed for view in _views(adam)):
+            loaded = {
+                adam: [view for view in _views(adam) if view.data_ptr() in given] if adam.is_written else []
+                for adam in replayed
+            }
+            self._accept_writes()
+            if replayed and all(len(loaded[adam]) == len(adam.lookup.shards) for adam in replayed):
                 self._written = True
                 return
             self.take_missed_steps()
-            for adam in replayed:
-                written = [(view, view.clone()) for view in _views(adam) if view.data_ptr() in given]
+            for adam, views in loaded.items():
+                values = [view.clone() for view in views]
                 adam.flush()
-                for view, loaded in written:
-                    view.copy_(loaded)
+                for view, value in zip(views, values, strict=True):
+                    view.copy_(value)
 
         self._state_hooks = [
             self.collection.register_state_dict_pre_hook(catch_up),

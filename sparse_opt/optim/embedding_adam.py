@@ -141,7 +141,7 @@ class EmbeddingAdam(UpdatedInBackward):
         params = {key: weight for each in self.collections for key, weight in each.params.items()}
         state = {weight: own for each in self.collections for weight, own in each.of_param.items()}
         self._undo = [each.replace_fused(config.lr) for each in self.collections]
-        super().__init__(params, state, [each.groups[0] for each in self.collections])
+        super().__init__(params, state, [group for each in self.collections for group in each.groups])
         adam_of = {adam.clipped: adam for adam in self.lookups}
         collection_of = {adam.clipped: each for each in self.collections for adam in each.lookups}
 

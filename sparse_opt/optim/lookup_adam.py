@@ -212,13 +212,19 @@ class LookupAdam:
             finally:
                 self.accept_writes()
 
+    @property
+    def is_written(self) -> bool:
+        """Whether others have written rows since the optimizer last did."""
+        return self._seen not in (None, self.lookup.parameter._version)
+
     def accept_writes(self) -> None:
         """Takes the rows as they are for the optimizer's own."""
         self._seen = self.lookup.parameter._version
 
     def _require_unwritten(self) -> None:
-        seen, self._seen = self._seen, self.lookup.parameter._version
-        if seen in (None, self._seen) or not self.replays or not self._step:
+        is_written = self.is_written
+        self.accept_writes()
+        if not (is_written and self.replays and self._step):
             return
         if self._current_at < self._step:
             names = ", ".join(sorted({shard.name for shard in self.lookup.shards}))

@@ -72,7 +72,7 @@ def largest_rate(config: AdamConfig, lr_factors: Iterable[float]) -> float:
     """
     converging = _converging_rate(config)
     # Elsewhere only zero itself is at rest.
-    factors = [each for each in (1.0, *lr_factors) if 0 < config.lr * each <= converging]
+    factors = [each for each in (1.0, *lr_factors) if each > 0 and config.lr * each <= converging]
     return min(config.lr * _RISE or inf, *(converging / each for each in factors), inf)
 
 

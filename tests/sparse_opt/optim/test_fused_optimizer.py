@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def trained_by_lr(problem: Problem, steps: int = STEPS) -> dict[str, np.ndarray]
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("job", JOBS)
 def test_a_schedule_of_the_fused_optimizer_moves_the_tables(job: str, plan: str) -> None:
-    """Also where its wrappers were made before EmbeddingAdam; those of data-parallel tables alone know no group yet."""
+    """Also where its wrappers were made before EmbeddingAdam, which know no group of data-parallel tables alone."""
     problem = small_problem(**SMALL | PLANS[plan], steps=STEPS)
     for wrapped_first in (True, False):
         if wrapped_first and job == "in a wrapper" and plan == "data-parallel":
@@ -177,6 +178,17 @@ def test_torchrecs_recipe_leaves_data_parallel_tables_to_it() -> None:
     assert "tables.embedding_bags.t.weight" in not_fused()
 
 
+def test_groups_of_a_collection_with_different_rates_are_refused() -> None:
+    problem = small_problem(**SMALL | PLANS["two lookups"], steps=2)
+    model, adam = started(problem=problem)
+    one, other = model.fused_optimizer.param_groups
+    other["lr"] = one["lr"] / 2
+    message = "param_groups of one collection have the learning rates 0.01, 0.005, .* by lr_factors"
+    refused(message, train_step, problem, model, 0)
+    adam.lr = other["lr"]
+    train_step(problem, model, 0)
+
+
 def test_removal_gives_the_fused_optimizers_back() -> None:
     model = sharded_model(CASE)
     fused = model.fused_optimizer
@@ -204,6 +216,7 @@ def test_a_schedule_that_is_there_already_is_refused() -> None:
 
 def test_a_rate_may_rise_above_the_first_one() -> None:
     """Under replay as under dense, in a warm-up that begins at the configured rate."""
+    refused("above 0.0171", setattr, EmbeddingAdam(sharded_model(CASE), replace(ADAM, lr=0)), "lr", 0.02)
     problem = small_problem(**SMALL, steps=24)
     config, states = AdamConfig(lr=1e-4, l2=1e-3, eps=1e-6), []
     for mode in ("replay", "dense"):
@@ -257,6 +270,24 @@ def test_rows_written_while_steps_are_owed_are_refused_once(plan: str) -> None:
 @torch.no_grad()
 def write(model: nn.Module, value: float) -> None:
     parameters_of(model)["t1"][:3] = value
+
+
+@pytest.mark.parametrize("plan", ["table-wise", "both"])
+def test_a_state_that_shares_the_memory_of_the_tables_loads_as_it_is(plan: str) -> None:
+    """It changes nothing, and the rows take the steps that they missed."""
+    problem = small_problem(**SMALL | PLANS[plan], steps=STEPS)
+    states = []
+    for mode in ("dense", "replay"):
+        model, adam = started(mode, problem)
+        state = model.state_dict()
+        for step in range(STEPS):
+            train_step(problem, model, step)
+            if step == 4:
+                model.load_state_dict(state)
+        states.append(state_of(model, adam))
+        adam.remove()
+    for key, value in states[1].items():
+        np.testing.assert_allclose(value, states[0][key], rtol=1e-5, atol=1e-9, err_msg=key)
 
 
 def test_rows_written_with_an_earlier_copy_of_the_state_do_not_pass_silently() -> None:
