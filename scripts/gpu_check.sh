@@ -6,4 +6,8 @@ cd "$(dirname "$0")/.." || exit 1
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
 command -v "$python" >/dev/null || { echo 'gpu_check: there is no python3; install Python 3.11 or newer' >&2; exit 1; }
+# A copy of the checkout may lack its links.
+for package in trainer models sparse_opt data_pipeline; do
+    [ -d "cowrec/$package" ] || ln -sfn "../$package" "cowrec/$package"
+done
 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m scripts.gpu.check "$@"
