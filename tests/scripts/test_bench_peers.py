@@ -46,7 +46,7 @@ def test_lines_and_table_of_a_tiny_run(tmp_path, monkeypatch, capsys):
         assert line["samples_per_second"] == pytest.approx(32_000 / line["step_ms"])
         low, high = line["samples_per_second_quartiles"]
         assert 0 < low <= line["samples_per_second"] <= high
-        assert line["versions"]["torch"] == torch.__version__
+        assert torch.__version__.startswith(line["versions"]["torch"])  # whose metadata may lack "+cu130"
         assert {"device", "threads", "git_commit"} <= line.keys()
     assert [[line[part] for part in PARTS] for line in lines] == [[True] * 3, [True] * 3, [False] * 3, [True] * 3]
     printed = capsys.readouterr().out
