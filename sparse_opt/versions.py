@@ -17,7 +17,7 @@ CUDA_BUILD = "fbgemm-gpu"
 class MatchedSet(NamedTuple):
     """Versions that work together; a release matches when its first two numbers do (2.13.0+cpu matches 2.13.0).
 
-    ``pythons`` are those under which the whole suite was run with these versions, separated by spaces.
+    ``pythons`` are those with which ``make test-matrix`` runs the suite, separated by spaces.
     """
 
     torch: str
