@@ -96,6 +96,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _MODULE_OF[name].startswith((".clipping", ".optim")):
-        import_module(".tbe", __name__)  # checks the versions before the modules there import torchrec
     return getattr(import_module(_MODULE_OF[name], __name__), name)
