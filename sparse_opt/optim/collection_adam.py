@@ -58,7 +58,7 @@ class CollectionAdam:
         lookups: Adam on each lookup.
         history: the collection's steps.
         params: weights by path, sharded as in the model's ``state_dict()``; made by :meth:`make_state`.
-        groups: param_groups, of which the first has all of them; made by :meth:`replace_fused`.
+        groups: param_groups; the first one has all weights. :meth:`replace_fused` makes them.
         of_param: entries ``exp_avg`` and ``exp_avg_sq`` of each weight, sharded like it, and ``step``. Where rows are
             replayed, within :meth:`as_stored`, ``last_step`` in place of ``step``, and the last weight's ``lrs``.
     """
