@@ -19,15 +19,15 @@ import pyarrow as pa
 
 from ..codec import TIME_COLUMN
 from ..files import durable_file, replace_file, sync_file, sync_folder, write_file
-from .reorder import NO_TIMES, Clock, ReorderBuffer
+from .reorder import ReorderBuffer
 
 POSITION_FILE, PENDING_FILE, RECENT_FILE = "position.json", "pending.arrow", "recent.arrow"
-FORMAT = 2
+FORMAT = 3
 
 LEFT_OUT = ("malformed", "duplicates", "late", "lost")
-COUNTERS = ("samples", *LEFT_OUT, "early", "bounded", "forced", "flushes", "handed_out", "batches")
+COUNTERS = ("samples", *LEFT_OUT, "bounded", "forced", "flushes", "handed_out", "batches")
 
-_PLAIN = ("partitions", "entry", "present", "due", "ended", "counters")
+_PLAIN = ("partitions", "entry", "present", "newest", "due", "ended", "counters")
 """Attributes of a position that are plain JSON."""
 
 
@@ -40,24 +40,22 @@ class Position:
         entry: number of the next entry of the journal.
         present: Unix seconds; see `reorder.follow`. None before the first sample, and while a partition that has
             more samples has given none.
-        latest: times of the last samples; see `reorder.follow`.
-        clocks: times of each partition.
+        newest: the newest time of each partition, Unix seconds; None for one that has given no sample with a time.
         due: number of waiting samples, oldest first, to return regardless of the watermark.
         ended: no more samples will come.
         waiting: samples not yet returned in a batch.
         recent: ids of the latest samples; see `RecentIds`.
         counters: totals since the start of the stream. samples: received; of these malformed, duplicates and late
             (dropped or trained on, by the stream's `late`); lost: deleted before they were read (1 if the source
-            cannot count them); early: with an outlier as their time, counted with the present; bounded: numbers beyond
-            their bound, see `encoding.bound`; forced: returned before the watermark because too many samples
-            waited; flushes: waits longer than `max_wait_seconds`; handed_out: returned in batches; batches.
+            cannot count them); bounded: numbers beyond their bound, see `encoding.bound`; forced: returned before the
+            watermark because too many samples waited; flushes: waits longer than `max_wait_seconds`; handed_out:
+            returned in batches; batches.
     """
 
     partitions: Mapping[str, Any] = field(default_factory=dict)
     entry: int = 0
     present: int | None = None
-    latest: np.ndarray = field(default_factory=lambda: NO_TIMES)
-    clocks: Mapping[str, Clock] = field(default_factory=dict)
+    newest: Mapping[str, int | None] = field(default_factory=dict)
     due: int = 0
     ended: bool = False
     waiting: ReorderBuffer = field(default_factory=ReorderBuffer)
@@ -72,8 +70,7 @@ class Position:
         """Writes the position into an existing folder; durable when this returns."""
         waiting = self.waiting.compact()
         content = {name: getattr(self, name) for name in _PLAIN}
-        clocks = {name: (each.newest, each.latest.tolist()) for name, each in self.clocks.items()}
-        content |= {"format": FORMAT, "latest": self.latest.tolist(), "clocks": clocks, "waiting": len(waiting)}
+        content |= {"format": FORMAT, "waiting": len(waiting)}
         if len(waiting):
             _write_table(folder / PENDING_FILE, waiting.table)
         _write_table(folder / RECENT_FILE, pa.table({"id": np.concatenate(self.recent)}))
@@ -85,18 +82,14 @@ class Position:
         try:
             content = json.loads((folder / POSITION_FILE).read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']!r}, this version of cowrec reads {FORMAT}")
+                wanted = f"this version of cowrec reads {FORMAT}; resume with the version that wrote it"
+                raise ValueError(f"format {content['format']!r}, {wanted}, or start a new run")
             waiting = ReorderBuffer()
             if content["waiting"]:
                 table = _read_table(folder / PENDING_FILE)
                 waiting = waiting.add(table, table[TIME_COLUMN].to_numpy())
             return Position(
                 **{name: content[name] for name in _PLAIN},
-                latest=np.array(content["latest"], np.int64),
-                clocks={
-                    name: Clock(newest, np.array(latest, np.int64))
-                    for name, (newest, latest) in content["clocks"].items()
-                },
                 waiting=waiting,
                 recent=(_read_table(folder / RECENT_FILE)["id"].to_numpy(),),
             )

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import pyarrow as pa
 
@@ -103,170 +102,58 @@ class RecentIds:
         return seen
 
 
-WINDOW = 256
-SPREADS = 6
-SLACK_SECONDS = 60
-"""Smallest slack: ordered samples of a busy stream have almost no deviation."""
-MIN_SAMPLES = 8
-"""Number of samples from which outliers can be told."""
-
 _NO_TIME = -(1 << 62)
 
 
-NO_TIMES = np.zeros(0, np.int64)
-
-
-class Clock(NamedTuple):
-    """Times of one partition of a source.
-
-    Attributes:
-        newest: the newest time seen that is no outlier, Unix seconds; None before the first sample.
-        latest: the times of the last `WINDOW` samples, by arrival, int64.
-    """
-
-    newest: int | None = None
-    latest: np.ndarray = NO_TIMES
-
-
 class Followed(NamedTuple):
-    """Times as samples arrive.
+    """Times of a stream as samples of one partition arrive.
 
     Attributes:
-        time: times of the samples, int64 [R]; of an early one the newest time before it.
-        early: samples whose times are outliers ahead of the others: bool [R].
         present: the stream's present after each sample, int64 [R].
         after: the present for what comes next; None if there is none yet.
-        latest: the times of the last `WINDOW` samples of all partitions, by arrival, int64.
-        clock: of the partition after the last one.
+        newest: the newest time of the partition; None if it has given no sample with a time.
     """
 
-    time: np.ndarray
-    early: np.ndarray
     present: np.ndarray
     after: int | None
-    latest: np.ndarray
-    clock: Clock
+    newest: int | None
 
 
 def follow(
     times: np.ndarray,
-    latest: np.ndarray,
     present: int | None,
-    lateness: int,
-    clock: Clock,
+    newest: int | None,
     *,
-    behind: Sequence[Clock] = (),
-    others: Sequence[Clock] = (),
+    behind: Sequence[int | None] = (),
+    others: Sequence[int | None] = (),
     has_backlog: bool = False,
 ) -> Followed:
     """Moves the present of a stream over samples of a partition. The result does not depend on how polls divide them.
 
-    The present is the newest time seen that is no outlier: later than the median of the last `WINDOW` times by more
-    than `SPREADS` times their median absolute deviation, and by more than a slack. This withstands outliers as long as
-    they are fewer than half of these samples (F. R. Hampel, "The influence curve and its role in robust estimation",
-    1974). If the present itself becomes an outlier, because a wrong clock came first or was in the majority for a
-    while, it goes back.
-
-    While partitions have more samples to read, whose times may be far apart, outliers are those among the times of the
-    partition, and the present waits: it is the earliest of the newest times of these partitions, but goes back only if
-    it is ahead of the newest times of all (the low watermark of several inputs: T. Akidau et al., "MillWheel", VLDB
-    2013).
+    The present is the newest time seen. While partitions have more samples to read, whose times may be far apart, it
+    is the earliest of the newest times of these partitions (the low watermark of several inputs: T. Akidau et al.,
+    "MillWheel", VLDB 2013). The present never goes back.
 
     Args:
-        times: of the samples, by arrival, Unix seconds, int64 [R].
-        latest: see `Followed`, after the samples before.
-        present: the stream's then; None before the first sample.
-        lateness: seconds; times that are ahead by less are no outliers.
-        clock: of their partition before.
-        behind: clocks of other partitions that have more samples to read.
-        others: clocks of all other partitions.
+        times: times of the samples, by arrival, Unix seconds, int64 [R].
+        present: the stream's present before; None before the first sample.
+        newest: newest time of their partition before; None if it has given no sample.
+        behind: newest times of other partitions that have more samples to read.
+        others: newest times of all other partitions.
         has_backlog: whether this partition or another has more samples to read.
     """
-    start, now, slack = _time(clock.newest), _time(present), max(lateness, SLACK_SECONDS)
-    least = min((_time(each.newest) for each in behind), default=-_NO_TIME)
-    most = max((_time(each.newest) for each in others), default=_NO_TIME)
-    # Some arrays are read-only. The loop would be compiled for each kind while it trains, which takes seconds.
-    times, latest, own = (np.require(each, np.int64, ["C", "W"]) for each in (times, latest, clock.latest))
-    time, early, presents, *ends = _follow(times, latest, own, start, slack, now, least, most, has_backlog)
-    newest, after = (None if each == _NO_TIME else int(each) for each in ends)
-    all_latest, own_latest = (np.concatenate([each, times])[-WINDOW:] for each in (latest, own))
-    return Followed(time, early, presents, after, all_latest, Clock(newest, own_latest))
+    own = np.maximum.accumulate(np.r_[_time(newest), times])
+    least = min(map(_time, behind), default=-_NO_TIME)
+    presents = np.maximum.accumulate(np.r_[_time(present), np.minimum(own[1:], least)])
+    after = int(presents[-1])
+    if not has_backlog and len(times):  # partitions that were read before, as far as their times, are behind no more
+        after = max(after, *map(_time, others), _NO_TIME)
+    return Followed(presents[1:], _known(after), _known(int(own[-1])))
 
 
 def _time(newest: int | None) -> int:
     return _NO_TIME if newest is None else newest
 
 
-@numba.njit(nogil=True, cache=True)
-def _follow(
-    times: np.ndarray,
-    latest: np.ndarray,
-    own: np.ndarray,
-    newest: int,
-    slack: int,
-    now: int,
-    least: int,
-    most: int,
-    has_backlog: bool,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
-    of_all, of_own = np.concatenate((latest, times)), np.concatenate((own, times))
-    all_ordered, own_ordered = np.empty(WINDOW + 1, np.int64), np.empty(WINDOW + 1, np.int64)
-    all_ordered[: len(latest)], own_ordered[: len(own)] = np.sort(latest), np.sort(own)
-    count, own_count = len(latest), len(own)
-    time, early, present = times.copy(), np.zeros(len(times), np.bool_), np.empty(len(times), np.int64)
-    for i in range(len(times)):
-        count = _insert(all_ordered, count, of_all, len(latest) + i)
-        own_count = _insert(own_ordered, own_count, of_own, len(own) + i)
-        newest = _plausible(newest, own_ordered[:own_count], slack)
-        if has_backlog:
-            if times[i] > _end_of_the_plausible(own_ordered[:own_count], slack):
-                early[i], time[i] = True, newest
-        else:
-            now = _plausible(now, all_ordered[:count], slack)
-            if times[i] > _end_of_the_plausible(all_ordered[:count], slack):
-                early[i], time[i] = True, now
-        newest = max(newest, time[i])
-        now = min(max(now, min(newest, least)), max(newest, most))
-        present[i] = now
-    if not has_backlog and len(times):  # partitions that were read before, as far as their times, are behind no more
-        now = _plausible(max(now, newest, most), all_ordered[:count], slack)
-    return time, early, present, newest, now
-
-
-@numba.njit(nogil=True, cache=True)
-def _insert(ordered: np.ndarray, count: int, times: np.ndarray, place: int) -> int:
-    """Adds a time to the `count` ordered ones, in place of the oldest if there are `WINDOW`; returns their number."""
-    if count == WINDOW:
-        at = np.searchsorted(ordered[:count], times[place - WINDOW])
-        ordered[at : count - 1] = ordered[at + 1 : count].copy()
-        count -= 1
-    at = np.searchsorted(ordered[:count], times[place])
-    ordered[at + 1 : count + 1] = ordered[at:count].copy()
-    ordered[at] = times[place]
-    return count + 1
-
-
-@numba.njit(nogil=True, cache=True)
-def _plausible(newest: int, ordered: np.ndarray, slack: int) -> int:
-    """The newest time, or the last one among ordered times that is no outlier if it is one."""
-    end = _end_of_the_plausible(ordered, slack)
-    return newest if newest <= end else int(ordered[np.searchsorted(ordered, end, side="right") - 1])
-
-
-@numba.njit(nogil=True, cache=True)
-def _end_of_the_plausible(ordered: np.ndarray, slack: int) -> int:
-    """The latest time that is no outlier among times in ascending order; of few, none is one."""
-    if len(ordered) < MIN_SAMPLES:
-        return -_NO_TIME
-    middle = (len(ordered) - 1) // 2
-    below, above, deviation = middle, middle + 1, 0
-    for _ in range(middle + 1):  # the smallest deviations lie around the median
-        if below >= 0 and (
-            above == len(ordered) or ordered[middle] - ordered[below] <= ordered[above] - ordered[middle]
-        ):
-            deviation = ordered[middle] - ordered[below]
-            below -= 1
-        else:
-            deviation = ordered[above] - ordered[middle]
-            above += 1
-    return int(ordered[middle] + max(SPREADS * deviation, slack))
+def _known(time: int) -> int | None:
+    return None if time == _NO_TIME else time

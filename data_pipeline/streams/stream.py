@@ -1,8 +1,7 @@
 """Stream of samples: batches in time order from a source, identical again after a crash.
 
-Order. The watermark is the newest sample time seen, outliers excepted, minus `lateness_seconds`; it waits for the
-partitions of a source that have more samples to read. A sample whose time is an outlier ahead of the others is early:
-it counts with the newest time (see `reorder.follow`). Samples up to the watermark are returned in order of time, then
+Order. The watermark is the newest sample time seen minus `lateness_seconds`; it waits for the partitions of a source
+that have more samples to read (see `reorder.follow`). Samples up to the watermark are returned in order of time, then
 of arrival, so batches depend on the order of arrival alone, not on how polls divided it. There are two exceptions: if
 more than `most_waiting` samples wait, the oldest are returned before the watermark (counted as forced); if no sample
 arrives for `max_wait_seconds`, all waiting samples are returned (a flush), and the last batch is short.
@@ -37,14 +36,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..codec import TIME_COLUMN, BadSample, Encoded, SampleCodec, sample_block
+from ..codec import BadSample, Encoded, SampleCodec, sample_block
 from ..dataset.sample_block import SampleBlock
 from ..dataset.schema import Schema
 from ..encoding import count_bounded
 from ..hashing import string_hashes
 from .position import Entry, Journal, Position
-from .reorder import Clock, RecentIds, follow
-from .source import Chunk, PatientSource, SampleSource, StillBlocked
+from .reorder import RecentIds, follow
+from .source import Chunk, SampleSource
 
 if TYPE_CHECKING:
     from ..dataset.batch import Batch
@@ -142,7 +141,7 @@ class SampleStream:
             raise ValueError("lateness_seconds, duplicates_window, max_wait_seconds, ahead_seconds must be at least 0")
         if late not in ("drop", "train"):
             raise ValueError(f"late must be drop or train, got {late!r}")
-        self._source, self._codec, self._ahead = PatientSource(source), codec, ahead_seconds
+        self._source, self._codec, self._ahead = source, codec, ahead_seconds
         self._logged, self._since, self._absent = 0, time.monotonic(), set[str]()
         self._batch_size, self._fewest, self._lateness, self._late = batch_size, fewest, lateness_seconds, late
         self._max_wait, self._max_waiting = max_wait_seconds, most_waiting
@@ -176,8 +175,7 @@ class SampleStream:
     def next_batch(self, timeout: float) -> StreamBatch | None:
         """Returns the next batch; None if there is none within about `timeout` seconds, or once the stream `ended`.
 
-        With a timeout of 0 it takes all samples that have arrived, until they make a batch; otherwise it returns in
-        time also where the source blocks.
+        With a timeout of 0 it takes all samples that have arrived, until they make a batch.
 
         Raises:
             ValueError: the source cannot be read, or cannot repeat what the journal records.
@@ -235,10 +233,7 @@ class SampleStream:
         """Applies the next entry of the journal or, after its end, the next event; False if none comes in time."""
         entry = self._journal.recorded(self.position.entry) if self._journal is not None else None
         if entry is not None:
-            try:
-                chunk = self._read_again(entry) if entry.kind == "chunk" else None
-            except StillBlocked:
-                return False
+            chunk = self._read_again(entry) if entry.kind == "chunk" else None
             ended = False  # the source may have new samples since
         else:
             entry, chunk = self._next_event(deadline)
@@ -295,24 +290,17 @@ class SampleStream:
         repeated = self._recent.seen(_id_hashes(encoded)) if self._recent else np.zeros(len(times), bool)
         if repeated.any():
             table, times = table.filter(pa.array(~repeated)), times[~repeated]
-        clocks = {**state.clocks}
-        clock = clocks.pop(chunk.partition, Clock())
+        others = {name: newest for name, newest in state.newest.items() if name != chunk.partition}
         # A partition that has given samples without a time is not waited for.
-        behind = [name for name in chunk.behind if name not in clocks or clocks[name].newest is not None]
+        behind = [name for name in chunk.behind if name not in state.newest or state.newest[name] is not None]
         followed = follow(
             times,
-            state.latest,
             state.present,
-            self._lateness,
-            clock,
-            behind=[clocks.get(name, Clock()) for name in behind if name != chunk.partition],
-            others=list(clocks.values()),
+            state.newest.get(chunk.partition),
+            behind=[others.get(name) for name in behind if name != chunk.partition],
+            others=list(others.values()),
             has_backlog=bool(behind),
         )
-        if followed.early.any():
-            place = table.column_names.index(TIME_COLUMN)
-            table = table.set_column(place, TIME_COLUMN, pa.array(followed.time))
-        times = followed.time
         late = times < followed.present - self._lateness
         if late.any() and self._late == "drop":
             table, times = table.filter(pa.array(~late)), times[~late]
@@ -321,8 +309,7 @@ class SampleStream:
             partitions={**state.partitions, chunk.partition: chunk.end},
             entry=state.entry + 1,
             present=followed.after,
-            latest=followed.latest,
-            clocks={**state.clocks, chunk.partition: followed.clock},
+            newest={**state.newest, chunk.partition: followed.newest},
             waiting=state.waiting.add(table.combine_chunks(), times),
             recent=self._recent.parts if self._recent else state.recent,
             counters=state.counted(
@@ -330,7 +317,6 @@ class SampleStream:
                 malformed=len(encoded.bad),
                 duplicates=int(repeated.sum()),
                 late=int(late.sum()),
-                early=int(followed.early.sum()),
                 bounded=count_bounded(encoded.schema.dense, encoded.table).total(),
                 lost=abs(chunk.lost),
             ),

@@ -144,9 +144,9 @@ class Measurements:
         if not any(new.values()):
             return
         log.write("stream", trainer.steps, **counters, batches_set_aside=trainer.set_aside)
-        left_out = ", ".join(f"{new[name]:,} {name}" for name in (*LEFT_OUT, "early") if new[name])
+        left_out = ", ".join(f"{new[name]:,} {name}" for name in LEFT_OUT if new[name])
         if left_out:
-            trainer.warn(f"warning: of the last {new['samples']:,} samples some were left out or corrected: {left_out}")
+            trainer.warn(f"warning: of the last {new['samples']:,} samples some were left out: {left_out}")
 
     def readings(
         self, stream: SampleStream, publication: OnlinePublication | None

@@ -120,22 +120,6 @@ def test_an_empty_file_is_skipped_and_a_damaged_one_stops_the_source_or_is_skipp
     assert "b.parquet cannot be read and is skipped" in caplog.text
 
 
-def test_a_file_that_blocks_keeps_nobody_waiting(tmp_path, codec):
-    """A FIFO without a writer, as a file of a network that does not answer; once it can be read, the stream goes on."""
-    write_file(tmp_path, "a.parquet", numbered(6))
-    os.mkfifo(tmp_path / "b.arrow")
-    stream = SampleStream(open_source(str(tmp_path)), codec, batch_size=3, max_wait_seconds=0.1)
-    assert returned(stream, 6) == list(range(6))
-    assert stream.next_batch(0.05) is None
-    assert not stream.ended
-    stream.close()
-    os.replace(tmp_path / "b.arrow", tmp_path / ".fifo")
-    write_file(tmp_path, "b.arrow", [sample(6, 6)])
-    (tmp_path / END).touch()
-    again = SampleStream(open_source(str(tmp_path)), codec, batch_size=3, position=stream.position)
-    assert all_numbers(again) == [6]
-
-
 def test_a_large_folder_is_not_listed_for_each_chunk(tmp_path, monkeypatch):
     """Two thousand files that were read; a file that comes later is noticed all the same."""
     for name in range(2000):

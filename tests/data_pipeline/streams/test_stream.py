@@ -1,7 +1,6 @@
 """Order, duplicates, late and malformed samples and the present by plain loops; identical batches after a crash."""
 
 import random
-import statistics
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +12,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import Position, SampleCodec, SampleStream
-from cowrec.data_pipeline.streams import reorder
 from cowrec.data_pipeline.streams.directory import DirectorySource
-from cowrec.data_pipeline.streams.reorder import MIN_SAMPLES, NO_TIMES, SLACK_SECONDS, SPREADS, WINDOW, Clock, follow
+from cowrec.data_pipeline.streams.reorder import follow
 from refusal import refused
 from stream_cases import (
     RandomSource,
@@ -341,46 +339,34 @@ def test_a_damaged_position_and_bad_settings_are_refused(tmp_path, codec):
 HOUR, START = 3600, 1_700_000_000
 
 
-def plain(times, lateness):
-    """(time, early, newest) of each sample."""
-    newest, found = None, []
-    for index, time in enumerate(times):
-        window = times[max(0, index + 1 - WINDOW) : index + 1]
-        early = False
-        if len(window) >= MIN_SAMPLES:
-            middle = statistics.median_low(window)
-            deviation = statistics.median_low(abs(each - middle) for each in window)
-            end = middle + max(SPREADS * deviation, lateness, SLACK_SECONDS)
-            if newest is not None and newest > end:
-                newest = max(each for each in window if each <= end)
-            early = time > end
-        if early:
-            time = newest
-        newest = time if newest is None else max(newest, time)
-        found.append((time, early, newest))
-    return found
+times_of_partitions = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50)), max_size=60)
 
 
-clocks = st.lists(st.integers(0, 50) | st.integers(0, 10**6) | st.sampled_from([0, 10**6]), max_size=300)
-
-
-@settings(max_examples=25, deadline=None)
-@given(clocks, st.sampled_from([0, 300]), st.lists(st.integers(0, 300), max_size=4))
-def test_the_present_is_that_of_a_plain_loop_in_any_chunks(times, lateness, cuts):
-    clock, latest, present, found = Clock(), NO_TIMES, None, []
-    for part in np.split(np.array(times, np.int64), sorted(min(cut, len(times)) for cut in cuts)):
-        followed = follow(part, latest, present, lateness, clock)
-        found += zip(followed.time.tolist(), followed.early.tolist(), followed.present.tolist(), strict=True)
-        clock, latest, present = followed.clock, followed.latest, found[-1][2] if found else None
-        assert clock.newest == present
-    assert found == plain(times, lateness)
-
-
-def returned(codec, times, **options):
-    """The batches' samples and the stream, of samples that arrive at these times."""
-    source = RandomSource({"p": lines(map(sample, range(len(times)), times))}, random.Random(0))
-    stream = SampleStream(source, codec, batch_size=50, **options)
-    return [pair for each in stream for pair in zip(numbers(each), each.block.time.tolist(), strict=True)], stream
+@settings(max_examples=50, deadline=None)
+@given(times_of_partitions, st.lists(st.integers(0, 60), max_size=4))
+def test_the_present_is_that_of_a_plain_loop_in_any_chunks(arriving, cuts):
+    """Of one partition the newest time so far; of several with a backlog the earliest of their newest times."""
+    for own in ("a", "abc"):
+        samples = [(name, time) for name, time in arriving if name in own]
+        newest, present, expected = dict.fromkeys(own), None, []
+        for name, time in samples:
+            newest[name] = time if newest[name] is None else max(newest[name], time)
+            if None not in newest.values():
+                present = max(min(newest.values()), -1 if present is None else present)
+            expected.append(present)
+        newest, present, found = dict.fromkeys(own), None, []
+        for name, time in samples:
+            others = [newest[each] for each in own if each != name]
+            followed = follow(np.array([time]), present, newest[name], behind=others, has_backlog=len(own) > 1)
+            newest[name], present = followed.newest, followed.after
+            found.append(present)
+        assert found == expected
+    times, present, newest, found = np.array([time for _, time in arriving], np.int64), None, None, []
+    for part in np.split(times, sorted(min(cut, len(times)) for cut in cuts)):
+        followed = follow(part, present, newest)
+        found += followed.present.tolist()
+        present, newest = followed.after, followed.newest
+    assert found == np.maximum.accumulate(times).tolist()
 
 
 @settings(max_examples=25, deadline=None)
@@ -438,61 +424,8 @@ class Told(RandomSource):
         return replace(self.read(name, start, self._positions[name]), behind=self._behind)
 
 
-@pytest.mark.parametrize("wrong", [1, 60])
-def test_a_wrong_clock_of_a_quiet_partition_makes_no_other_sample_late(codec, wrong):
-    """Half a day ahead, in the partition's first samples, and in all of them: they count with the others' time."""
-    right = [sample(number, START + number) for number in range(600)]
-    ahead = [sample(1000 + number, START + 300 + number + 12 * HOUR) for number in range(wrong)]
-    source = Told(
-        {"0": lines(right), "1": lines(ahead)}, ["0"] * 30 + ["1", "0", "0", "0"] * (wrong // 6 or 1) + ["0"] * 30
-    )
-    stream = SampleStream(source, codec, batch_size=20, lateness_seconds=60)
-    found = all_numbers(stream)
-    assert (stream.counters["late"], stream.counters["early"]) == (0, min(wrong, 10 * (wrong // 6 or 1)))
-    assert set(range(600)) <= set(found)
-
-
 def test_a_partition_of_malformed_samples_is_not_waited_for(codec):
     source = Told({"0": lines(numbered(600)), "1": [b"{}"] * 600}, ["0", "1"] * 60, behind=("0", "1"))
     stream = SampleStream(source, codec, batch_size=50)
     batches = [stream.next_batch(0) for _ in range(10)]
     assert all_numbers(batches) == list(range(500)), "before the stream ends"
-
-
-def test_arrays_of_any_kind_use_the_same_compiled_loop():
-    """Compiling another one would stop a trainer for seconds."""
-    times = np.arange(20)
-    read_only = times.copy()
-    read_only.flags.writeable = False
-    for given_times, latest in ((times, times[:0]), (read_only, times[::2]), (read_only[::2], read_only)):
-        follow(given_times, latest, None, 0, Clock(None, latest))
-    assert len(reorder._follow.signatures) == 1
-
-
-@pytest.mark.parametrize("hours", [1, 10_000])
-def test_a_clock_that_is_ahead_makes_no_other_sample_late(codec, hours):
-    """One of three producers; its samples are trained on with the others, and count with their time."""
-    times = [START + 2 * n + (hours * HOUR if n % 3 == 2 and n > 10 else 0) for n in range(900)]
-    found, stream = returned(codec, times)
-    assert sorted(number for number, _ in found) == list(range(900))
-    assert (stream.counters["late"], stream.counters["early"]) == (0, sum(n % 3 == 2 for n in range(11, 900)))
-    assert all(abs(time - (START + 2 * number)) <= 4 for number, time in found)
-
-
-@pytest.mark.parametrize("wrong", [1, 500])
-def test_a_present_in_the_future_goes_back(codec, tmp_path, wrong):
-    """Only samples of the wrong clock at first, then of the right one, also from a position saved in between."""
-    right = [START + 2 * n for n in range(1000)]
-    ahead = [each + 23 * HOUR for each in right[:wrong]]
-    found, stream = returned(codec, ahead + right)
-    lost = set(range(wrong, wrong + 1000)) - {number for number, _ in found}
-    assert len(lost) == stream.counters["late"] <= WINDOW // 2 + MIN_SAMPLES
-    assert max(lost) < wrong + WINDOW
-    _, before = returned(codec, ahead)
-    before.position.save(tmp_path)
-    loaded = Position.load(tmp_path)
-    assert loaded.present == before.position.present
-    ((name, clock),) = loaded.clocks.items()
-    assert (clock.newest, clock.latest.tolist()) == (loaded.present, before.position.clocks[name].latest.tolist())
-    later, _ = returned(codec, ahead + right, position=loaded)
-    assert {number for number, _ in later} == set(range(wrong, wrong + 1000)) - lost

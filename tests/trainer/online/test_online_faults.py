@@ -1,7 +1,6 @@
 """Faults of an online run, caused for real: kills, also under torchrun, a full disk, a target that hangs."""
 
 import json
-import os
 import random
 import resource
 import shutil
@@ -71,31 +70,6 @@ def test_kills_at_random_moments_change_neither_model_nor_readers(
     finish(parts)
     assert_same(run_dir, undisturbed)
     assert_readers_equal_an_export(case, run_dir, published, undisturbed)
-
-
-def test_sigterm_saves_while_the_source_blocks(case: Path, undisturbed: Path, tmp_path: Path, start: Callable) -> None:
-    """The last file is a FIFO without a writer, which blocks who opens it as a network that does not answer.
-
-    The run can be resumed.
-    """
-    shutil.copytree(case / "incoming", tmp_path / "in")
-    last = max((tmp_path / "in").glob("*.parquet"))
-    content = last.read_bytes()
-    last.unlink()
-    os.mkfifo(last)
-    given = ["online.snapshot_seconds=1000", "online.max_wait_seconds=0"]
-    parts = command(case, tmp_path / "run", *OFTEN, *EXACT, *given, source=tmp_path / "in")
-    process = start(*parts)
-    wait_for(lambda: trained(tmp_path / "run") > SAMPLES - 600)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=600)
-    assert process.returncode == 130
-    assert "stopped at step" in said
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
-    last.unlink()
-    last.write_bytes(content)
-    finish(parts)
-    assert_same(tmp_path / "run", undisturbed)
 
 
 def test_sigterm_before_the_first_step(case: Path, tmp_path: Path, start: Callable) -> None:
