@@ -24,7 +24,8 @@ from ..publishing.blob import Blob, TableChange
 from ..runs.own_code import warn_if_changed
 from .inference_network import InferenceNetwork
 from .row_kernels import Tables
-from .served_rows import RowChange, ServedRows
+from .row_store import RowChange
+from .served_rows import ServedRows
 
 
 @dataclass(frozen=True)

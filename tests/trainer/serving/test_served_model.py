@@ -22,8 +22,9 @@ from cowrec.trainer.export.export import TrainedTable, write_export
 from cowrec.trainer.export.manifest import TableManifest, fingerprint
 from cowrec.trainer.publishing.blob import Blob, Change, TableChange, decode, encode
 from cowrec.trainer.serving.inference_network import InferenceNetwork
+from cowrec.trainer.serving.row_store import RowChange
 from cowrec.trainer.serving.served_model import ServedModel
-from cowrec.trainer.serving.served_rows import RowChange, ServedRows
+from cowrec.trainer.serving.served_rows import ServedRows
 from history_cases import FLAT
 
 Key = tuple[int, int]
