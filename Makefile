@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts $(addprefix --constr
 # The tests start hundreds of processes: none compiles modules again, even where the environment forbids to keep them.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses 3 --dist worksteal
 PACKAGES := trainer models sparse_opt data_pipeline
-SOURCES := $(PACKAGES) scripts tests docs
+SOURCES := $(PACKAGES) $(wildcard cowrec/*.py) scripts tests docs
 LINT := ruff-check ruff-format mypy codespell links
 
 .PHONY: help demo test test-all lint $(LINT) docs suite coverage test-matrix $(MATRIX) test-without-gpu setup clean
@@ -112,4 +112,4 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find cowrec $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(SOURCES) cowrec -name __pycache__ -type d -prune -exec rm -rf {} +

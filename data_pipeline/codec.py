@@ -26,6 +26,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from cowrec.errors import UserError
+
 from .dataset.sample_block import Bags, SampleBlock
 from .dataset.schema import LABEL, TIME, Schema, SparseField
 from .dataset.shards import arrow_schema, block_from_table
@@ -186,7 +188,7 @@ class SampleCodec:
             layout = Layout("synthetic", ",", "", True, (), (RawLabel(),), tuple(fields))
             return SampleCodec(schema, layout, Encoder(dense, sparse, {}))
         if "layout" not in schema.settings:
-            raise ValueError(f"{folder}: schema.json does not list the raw columns; prepare the data set again")
+            raise UserError(f"{folder}: schema.json does not list the raw columns; prepare the data set again")
         return SampleCodec(schema, Layout.from_json(schema.settings["layout"]), Encoder.load(Path(folder), schema))
 
     def require_trainable(self) -> None:
@@ -194,10 +196,10 @@ class SampleCodec:
         schema = self.schema
         if len(schema.labels) > 1 or schema.sample_weights:
             what = f"the labels {', '.join(schema.labels)}" if len(schema.labels) > 1 else "sample weights"
-            raise ValueError(f"training on a stream takes one label and no sample weights; the data set has {what}")
+            raise UserError(f"training on a stream takes one label and no sample weights; the data set has {what}")
         if schema.negative_fraction < 1:
             given = "prepare.negative_fraction = 1"
-            raise ValueError(f"training on a stream takes all samples; prepare the data with {given}")
+            raise UserError(f"training on a stream takes all samples; prepare the data with {given}")
 
     def from_json(self, lines: Sequence[bytes], *, training: bool = True) -> RawSamples:
         """Parses UTF-8 JSON objects, one each; a malformed one does not affect the others. `training`: see `encode`."""
@@ -233,7 +235,7 @@ class SampleCodec:
         """
         for name in self._types:
             if table.column_names.count(name) > 1:
-                raise ValueError(f"several columns have the name {name!r}; keep one of them, or rename the others")
+                raise UserError(f"several columns have the name {name!r}; keep one of them, or rename the others")
         table, unreadable = unreadable_rows(table.select([name for name in self._types if name in table.column_names]))
         found = long_texts(table) | {row: f"column {name}: {problem}" for row, (name, problem) in unreadable.items()}
         kept = np.setdiff1d(np.arange(table.num_rows), list(found))
@@ -355,7 +357,7 @@ class _RequestEncoder:
         for (column, kind), names in self._fields.items():
             values = [sample.get(column) for sample in samples]
             if values.count(None) == len(values) and not any(column in sample for sample in samples):
-                raise ValueError(f"no sample has the column {column!r}")
+                raise UserError(f"no sample has the column {column!r}")
             found = _canonical(values, kind)
             if kind.kind == "ids" and kind.null:
                 found = [each and [_MARKER if item in kind.null else item for item in each] for each in found]
@@ -363,7 +365,7 @@ class _RequestEncoder:
         raw = [columns[name] for name in self._numeric]
         numbers = np.array(raw, np.float64).reshape(len(raw), len(samples))  # None became NaN
         if np.isfinite(numbers).sum() + sum(each.count(None) for each in raw) < numbers.size:
-            raise ValueError("a number is not finite")
+            raise UserError("a number is not finite")
         parts = [self._ids_of(field, columns, numbers) for field in self._encoder.sparse]
         offsets, data = string_buffers(pa.array([*chain.from_iterable([texts for texts, _, _ in parts])], pa.string()))
         hashes = bytes_hashes(offsets, data)
@@ -418,7 +420,7 @@ class _RequestEncoder:
             pairs = [value or [{"id": "", "weight": 1.0}] for value in values]
             weights = np.array([pair["weight"] for each in pairs for pair in each], np.float64)
             if not (np.abs(weights) <= MAX_WEIGHT).all():
-                raise ValueError(WEIGHTS_ARE_BOUNDED)
+                raise UserError(WEIGHTS_ARE_BOUNDED)
             return [pair["id"] for each in pairs for pair in each], [len(each) for each in pairs], weights
         if field.kind == "sequence":
             main = field.along or field.source
@@ -460,7 +462,7 @@ def _last(values: Sequence[Any], steps: Sequence[int], most: int) -> list[list[s
     for value, count in zip(values, steps, strict=True):
         given = len(value or ())
         if given != count and not (count == 0 and given == 1 and not value[0]):
-            raise ValueError("sequences that go along with each other differ in length")
+            raise UserError("sequences that go along with each other differ in length")
     return [each[-most:] if count else [] for each, count in zip(values, steps, strict=True)]
 
 

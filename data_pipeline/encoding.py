@@ -15,6 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from cowrec.errors import UserError
+
 from .dataset.schema import (
     KEPT_PREFIX,
     MISSING,
@@ -108,7 +110,7 @@ class Encoder:
             if each.encoding == "vocabulary" and not each.shares:
                 vocabulary = Vocabulary.load(vocabulary_file(folder, each.name))
                 if len(vocabulary) + RESERVED_ROWS != each.num_embeddings:
-                    raise ValueError(
+                    raise UserError(
                         f"{vocabulary_file(folder, each.name)} has {len(vocabulary)} ids, schema.json has "
                         f"{each.num_embeddings - RESERVED_ROWS}; the files do not match"
                     )
@@ -199,7 +201,7 @@ class Vocabulary:
             table = pq.read_table(path, columns=[VALUE, COUNT])
             return Vocabulary(one_array(table[VALUE]), table[COUNT].to_numpy())
         except (OSError, KeyError, pa.ArrowException) as error:
-            raise ValueError(f"vocabulary file {path} is missing or damaged ({error}); prepare again") from error
+            raise UserError(f"vocabulary file {path} is missing or damaged ({error}); prepare again") from error
 
 
 def raw_ids(text: pa.Array) -> np.ndarray:

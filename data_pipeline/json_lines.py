@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
+from cowrec.errors import UserError
+
 from .raw.columns import PAIR
 from .raw.layouts import RawField
 from .raw.values import NUMBER_PATTERN, marker_numbers
@@ -154,14 +156,14 @@ def canonical_values(sample: Any, columns: Mapping[str, ColumnType]) -> dict[str
     if isinstance(sample, Malformed):
         raise sample
     if not isinstance(sample, Mapping):
-        raise ValueError(f"must be a JSON object, got {abbreviated(sample)}")
+        raise UserError(f"must be a JSON object, got {abbreviated(sample)}")
     values = {}
     for name, column in columns.items():
         value = sample.get(name)
         try:
             values[name] = None if value is None else CANONICAL_VALUE[column.kind](value, column)
         except _WrongValue:
-            raise ValueError(f"column {name}: {column.rule}, got {abbreviated(value)}") from None
+            raise UserError(f"column {name}: {column.rule}, got {abbreviated(value)}") from None
     return values
 
 
@@ -178,7 +180,7 @@ def require_columns(wanted: Iterable[str], present: Iterable[str]) -> None:
     missing = sorted(set(wanted) - set(present))
     if missing:
         names = ", ".join(map(repr, missing))
-        raise ValueError(f"no sample has the column {names}; give null for a missing value")
+        raise UserError(f"no sample has the column {names}; give null for a missing value")
 
 
 def abbreviated(value: Any) -> str:
@@ -190,11 +192,11 @@ def abbreviated(value: Any) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-class Malformed(ValueError):
+class Malformed(UserError):
     """Value of a line that is not JSON."""
 
 
-class _WrongValue(ValueError):
+class _WrongValue(UserError):
     pass
 
 

@@ -16,8 +16,9 @@ from typing import TypeAlias
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from .files import PARTIAL
-from .urls import without_credentials
+from cowrec.errors import UserError
+from cowrec.files import PARTIAL
+from cowrec.urls import without_credentials
 
 Place: TypeAlias = str | os.PathLike[str]
 """A local path or a URI."""
@@ -37,18 +38,18 @@ def is_remote(place: Place) -> bool:
     """
     text = os.fspath(place)
     if text.encode(errors="replace").decode() != text:
-        raise ValueError(f"the path {text!r} is not UTF-8, as libraries and the files of runs need it; rename it")
+        raise UserError(f"the path {text!r} is not UTF-8, as libraries and the files of runs need it; rename it")
     found = _URI.match(text)
     if found is None:
         if _COLLAPSED.match(text):
-            raise ValueError(f"{text!r} was a URI before it became a path; pass it as a string")
+            raise UserError(f"{text!r} was a URI before it became a path; pass it as a string")
         return False
     scheme, shown = found[1].lower(), without_credentials(text)
     if scheme not in SCHEMES:
         known = ", ".join(f"{each}://" for each in SCHEMES)
-        raise ValueError(f"{shown}: scheme {scheme!r} is not supported; use a path, {known}")
+        raise UserError(f"{shown}: scheme {scheme!r} is not supported; use a path, {known}")
     if shown != text:
-        raise ValueError(
+        raise UserError(
             f"{shown}: credentials in a URI would be seen in process lists and logs; give them in the environment, for"
             " S3 as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
@@ -58,12 +59,12 @@ def is_remote(place: Place) -> bool:
 def local_path(place: Place) -> Path:
     """Returns the path of a local place, which may be a file:// URI. Raises ValueError if it is not local."""
     if is_remote(place):
-        raise ValueError(f"{os.fspath(place)} is not local")
+        raise UserError(f"{os.fspath(place)} is not local")
     text = os.fspath(place)
     try:
         return Path(pafs.FileSystem.from_uri(text)[1] if _URI.match(text) else text)
     except pa.ArrowInvalid as error:
-        raise ValueError(
+        raise UserError(
             f"{text} is no valid URI ({error}); write three slashes, file:///folder, and %20 for a space, or a path"
         ) from None
 
@@ -71,7 +72,7 @@ def local_path(place: Place) -> Path:
 def require_local(place: Place, what: str, why: str) -> Path:
     """Returns the path of a place that must be local. Raises ValueError with `what` the place is for, and `why`."""
     if is_remote(place):
-        raise ValueError(f"{what} {os.fspath(place)} must be a local folder: {why}")
+        raise UserError(f"{what} {os.fspath(place)} must be a local folder: {why}")
     return local_path(place)
 
 
@@ -84,7 +85,7 @@ def open_filesystem(uri: str) -> tuple[pafs.FileSystem, str]:
     try:
         return pafs.FileSystem.from_uri(uri)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{uri} cannot be opened: {error}") from error
+        raise UserError(f"{uri} cannot be opened: {error}") from error
 
 
 class RemoteFolder:

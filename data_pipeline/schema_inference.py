@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
+from cowrec.errors import UserError
+
 from .dataset.schema import (
     BUCKET_SUFFIX,
     LABEL,
@@ -63,7 +65,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     """
     sample = read_sample(path, label)
     if not sample.rows:
-        raise ValueError(f"input file {os.fspath(path)} has no samples")
+        raise UserError(f"input file {os.fspath(path)} has no samples")
     scope = "" if sample.whole else f" in the first {len(sample.rows):,} rows"
     guesses = {
         name: guess_column(name, values, sample.types.get(name, ""), scope)
@@ -97,7 +99,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     ]
     fields, left_out = _field_lines({name: each for name, each in guesses.items() if name not in (chosen, time)})
     if not fields:
-        raise ValueError(f"{os.fspath(path)}: no column looks like a field; write the schema file by hand")
+        raise UserError(f"{os.fspath(path)}: no column looks like a field; write the schema file by hand")
     left_out += [f"# left out: {_comment(repr(name))}: several columns have this name" for name in repeated if name]
     left_out += ["# left out: a column without a name"] * ("" in sample.columns)
     if not sample.header:
@@ -112,9 +114,9 @@ def _label(
 ) -> tuple[str, str, str]:
     """Returns the column of the label, the line of its rule or "", and a comment; `scope`: see `guess_column`."""
     if asked in repeated:
-        raise ValueError(f"{path}: several columns are called {asked!r}; rename all but the label's")
+        raise UserError(f"{path}: several columns are called {asked!r}; rename all but the label's")
     if asked and asked not in guesses:
-        raise ValueError(f"{path}: no column {asked!r} for the label among {', '.join(guesses)}")
+        raise UserError(f"{path}: no column {asked!r} for the label among {', '.join(guesses)}")
     two = [name for name, each in guesses.items() if len(each.distinct) == 2]
     two_valued = [name for name in two if not guesses[name].missing and not guesses[name].null]
     plain = [name for name in two_valued if _rule(guesses[name]) == ""]
@@ -129,7 +131,7 @@ def _label(
         constant = [name for name, each in guesses.items() if name.lower() in LABEL_NAMES and len(each.distinct) == 1]
         why = scope or ", so nothing can be learned"
         could += f"; {', '.join(map(repr, constant))} has one value only{why}" if constant else ""
-        raise ValueError(f"{path}: no column looks like a label{remark}; name it with --label COLUMN{could}")
+        raise UserError(f"{path}: no column looks like a label{remark}; name it with --label COLUMN{could}")
     chosen = asked or candidates[0]
     rule, single = _rule(guesses[chosen], partial=bool(scope)), len(guesses[chosen].distinct) == 1
     if rule is None:
@@ -138,7 +140,7 @@ def _label(
         problem = (
             "its values are neither two nor all numbers" if len(guesses[chosen].distinct) > 1 else f"it has {found}"
         )
-        raise ValueError(f"column {chosen!r} cannot be the label: {problem}")
+        raise UserError(f"column {chosen!r} cannot be the label: {problem}")
     lacking = _lacking(guesses[chosen])
     others = [name for name in dict.fromkeys([*named, *two_valued]) if name != chosen]
     unsure = f"unsure: {_comment(', '.join(map(repr, others[:5])))} could be it too" if others and not asked else ""
@@ -378,12 +380,12 @@ def _text_sample(path: str, label: str) -> RawSample:
     data = data if complete or b"\n" not in data else data[: data.rfind(b"\n") + 1]
     lines = [line.removesuffix("\r") for line in data.decode(errors="replace").split("\n") if line.strip("\r")]
     if not lines:
-        raise ValueError(f"input file {path} has no samples")
+        raise UserError(f"input file {path} has no samples")
     if re.match(rb'\s*(\[\s*)?{\s*"', data):
-        raise ValueError(f"{path} is JSON, which is not read; write it as Parquet or CSV first")
+        raise UserError(f"{path} is JSON, which is not read; write it as Parquet or CSV first")
     notes = _encoding_notes(data, path)
     if "\r" in lines[0]:
-        raise ValueError(f"{path}, line 1: a carriage return inside the line; convert its line endings to newlines")
+        raise UserError(f"{path}, line 1: a carriage return inside the line; convert its line endings to newlines")
     odd = sum(line.count('"') % 2 for line in lines)
     quote = "" if odd > len(lines) / 100 else '"'
     if odd:
@@ -396,7 +398,7 @@ def _text_sample(path: str, label: str) -> RawSample:
         notes.append(f"{escaped} lines of the sample have {ESCAPED}")
     rows = [row for row in _split(lines[: SAMPLE_ROWS + 1], delimiter, quote) if len(row) == width]
     if (first := len(_split(lines[:1], delimiter, quote)[0])) != width:
-        raise ValueError(f"{path}, line 1: {first} columns, but {width} in most lines; remove what is above the table")
+        raise UserError(f"{path}, line 1: {first} columns, but {width} in most lines; remove what is above the table")
     wrong = min(len(lines), SAMPLE_ROWS + 1) - len(rows)
     if wrong:
         notes.append(f"{wrong} lines of the sample do not have {width} columns; `prepare` reports them as bad lines")
@@ -416,7 +418,7 @@ def _encoding_notes(data: bytes, path: str) -> list[str]:
         number = data.count(b"\n", 0, error.start) + 1
         problem = f"line {number}: not UTF-8 (byte 0x{data[error.start]:02x})"
         if number == 1:
-            raise ValueError(f"{path}, {problem}; convert the file to UTF-8 first") from error
+            raise UserError(f"{path}, {problem}; convert the file to UTF-8 first") from error
         return [f"{problem}; `prepare` refuses such lines, convert the file to UTF-8 first"]
     return []
 
@@ -428,8 +430,8 @@ def _refuse_newlines(lines: Sequence[str], path: str) -> None:
         broken = next((value for record in records for value in record if "\n" in value), "")
         if broken and len({len(record) for record in records} - {1}) == 1 < len(records[0]):
             if '\\"' in broken:
-                raise ValueError(f"{path}: quotes within quotes are written as {ESCAPED}")
-            raise ValueError(
+                raise UserError(f"{path}: quotes within quotes are written as {ESCAPED}")
+            raise UserError(
                 f"{path}: a quoted value contains a newline ({broken[:LONG_TEXT]!r}), which is not supported; replace"
                 " such newlines in the file, or write it as Parquet"
             )
@@ -449,7 +451,7 @@ def _delimiter(lines: Sequence[str], quote: str, path: str) -> tuple[str, int]:
     widths = {each: Counter(map(len, _split(lines, each, quote))).most_common(1)[0] for each in [*spaced, *DELIMITERS]}
     delimiter, (width, _) = max(widths.items(), key=lambda each: (each[1][0] > 1, each[1][1], each[1][0]))
     if width == 1:
-        raise ValueError(
+        raise UserError(
             f"{path}: no delimiter found among {DELIMITERS!r}; write the schema file by hand; if it has no"
             " samples, name the files that do"
         )

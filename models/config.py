@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
+
+from cowrec.errors import UserError
+from cowrec.names import hint
 
 
 @dataclass(frozen=True)
@@ -31,23 +33,22 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.embedding_dim < 1:
-            raise ValueError(f"model.embedding_dim must be at least 1, got {self.embedding_dim}")
+            raise UserError(f"model.embedding_dim must be at least 1, got {self.embedding_dim}")
         for name, width in self.embedding_dims.items():
             if width < 1:
-                raise ValueError(f"model.embedding_dims.{name} must be at least 1, got {width}")
+                raise UserError(f"model.embedding_dims.{name} must be at least 1, got {width}")
         if not self.hidden or min(self.hidden) < 1:
-            raise ValueError(
+            raise UserError(
                 f"model.hidden must list at least one layer width, each at least 1, got {list(self.hidden)}; "
                 "the paper's is [400, 400, 400]"
             )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"model.dropout must be in [0, 1), got {self.dropout}; 0 turns it off")
+            raise UserError(f"model.dropout must be in [0, 1), got {self.dropout}; 0 turns it off")
 
     def widths(self, fields: Sequence[str]) -> list[int]:
         """Widths of the embeddings of all fields. Raises ValueError if :attr:`embedding_dims` names another one."""
         for name in self.embedding_dims:
             if name not in fields:
-                nearest = get_close_matches(name, fields, n=1, cutoff=0.5)
-                meant = f"did you mean {nearest[0]!r}?" if nearest else f"sparse fields: {', '.join(fields)}"
-                raise ValueError(f"model.embedding_dims names {name!r}, which is not a sparse field; {meant}")
+                meant = hint(name, fields, "sparse fields")
+                raise UserError(f"model.embedding_dims names {name!r}, which is not a sparse field; {meant}")
         return [self.embedding_dims.get(name, self.embedding_dim) for name in fields]

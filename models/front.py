@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from cowrec.errors import UserError
+
 from .layers import glorot_normal
 from .linear_relu import uses_kernels
 
@@ -112,7 +114,7 @@ class EmbeddingFront(nn.Module):
         from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
         if not tables:
-            raise ValueError(
+            raise UserError(
                 "a model needs at least one sparse field, got none; in the schema file, give one of ids (kind = "
                 '"categorical"), or a numeric field transform = "buckets", and prepare again'
             )
@@ -123,12 +125,12 @@ class EmbeddingFront(nn.Module):
             for field in (fields_of.get(feature, feature) for feature in table.feature_names):
                 width, key = dims.get(field, embedding_dim), f"embedding_dim{f's.{field}' if field in dims else ''}"
                 if table.embedding_dim != physical_dim(width):
-                    raise ValueError(
+                    raise UserError(
                         f"table {table.name} is {table.embedding_dim} wide, but {key} = {width} needs "
                         f"physical_dim({width}) = {physical_dim(width)}"
                     )
             if is_weighted and table.pooling is not PoolingType.SUM:
-                raise ValueError(
+                raise UserError(
                     f"table {table.name} has pooling {table.pooling.value}, which TorchRec does not support with "
                     "weighted ids; pool by sum and give the ids the weight 1 / length"
                 )
@@ -255,7 +257,7 @@ def _require_one_width(sequences: Mapping[str, SequenceField], width: Callable[[
     """Raises ValueError for a sequence of another width than the field whose table it shares."""
     for name, sequence in sequences.items():
         if sequence.shares and width(name) != width(sequence.shares):
-            raise ValueError(
+            raise UserError(
                 f"the sequence {name!r} shares the table of {sequence.shares!r}, but their embeddings are"
                 f" {width(name)} and {width(sequence.shares)} wide; give both one width in model.embedding_dims"
             )

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from cowrec.errors import UserError
+
 from .options import checked_options
 from .own_code import chosen, is_import_path, tried
 
@@ -60,7 +62,7 @@ def loss_of(name: str, options: Mapping[str, Any], tasks: int = 1) -> Loss:
     """
     loss = chosen("train.loss", name, LOSSES, 'a loss of your own is "module:function"')
     if not callable(loss) or isinstance(loss, type):
-        raise ValueError(
+        raise UserError(
             f'train.loss = "{name}" is of type {type(loss).__name__}, not a function (logits, label) -> loss of'
             " each sample"
         )
@@ -79,11 +81,11 @@ def _check(name: str, loss: Loss, shape: tuple[int, ...]) -> None:
     found = tried(given, what, lambda: loss(logits, label), "it must return the loss of each")
     if not isinstance(found, Tensor) or found.shape != torch.Size(shape):
         has = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(
+        raise UserError(
             f"{given} returned {has} for logits and labels of shape {list(shape)}; return the loss of each, of that"
             ' shape: the mean is taken afterwards, over all processes (torch\'s losses: reduction="none")'
         )
     if not found.requires_grad or torch.autograd.grad(found.sum(), logits, allow_unused=True)[0] is None:
-        raise ValueError(
+        raise UserError(
             f"{given} does not depend on the logits, so that nothing would be trained; compute it from them"
         )

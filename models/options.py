@@ -3,10 +3,12 @@
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 from pydantic import Field, PydanticUserError, TypeAdapter, ValidationError
+
+from cowrec.errors import UserError
+from cowrec.names import nearest_name
 
 Size: TypeAlias = Annotated[int, Field(ge=1)]
 """Type of an option that is at least 1."""
@@ -41,15 +43,15 @@ def checked_options(
     checked = {}
     for key, value in given.items():
         if key not in options and not takes_any:
-            nearest = get_close_matches(key, options, n=1, cutoff=0.5)
+            nearest = nearest_name(key, options)
             takes = f"it takes {', '.join(options)}" if options else "it takes none"
-            hint = f"did you mean {table}.{nearest[0]}?" if nearest else takes
-            raise ValueError(f"{owner} has no option {key} ({table}.{key} = {value!r}); {hint}")
+            hint = f"did you mean {table}.{nearest}?" if nearest else takes
+            raise UserError(f"{owner} has no option {key} ({table}.{key} = {value!r}); {hint}")
         checked[key] = _converted(value, types.get(key, Any), f"{table}.{key}")
     missing = [each.name for each in options.values() if each.default is inspect.Parameter.empty]
     missing = [name for name in missing if name not in given]
     if missing:
-        raise ValueError(f"{owner} needs {table}.{missing[0]}, which has no default; set it")
+        raise UserError(f"{owner} needs {table}.{missing[0]}, which has no default; set it")
     return checked
 
 
@@ -73,4 +75,4 @@ def _converted(value: Any, kind: Any, key: str) -> Any:
         return adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         message = error.errors()[0]["msg"]
-        raise ValueError(f"{key} = {value!r}: {message[:1].lower()}{message[1:]}") from None
+        raise UserError(f"{key} = {value!r}: {message[:1].lower()}{message[1:]}") from None

@@ -5,7 +5,6 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from cowrec.errors import UserError
+from cowrec.names import nearest_name
 
 from .front import LookedUpFront
 
@@ -36,9 +38,9 @@ def chosen(key: str, name: str, known: Mapping[str, Any], own: str) -> Any:
     if is_import_path(name):
         return imported(key, name)
     if name not in known:
-        nearest = get_close_matches(name, known, n=1)
-        hint = f'did you mean "{nearest[0]}"? ' if nearest else ""
-        raise ValueError(f'{key} is "{name}"; {hint}known: {", ".join(known)}; {own}')
+        nearest = nearest_name(name, known)
+        hint = f'did you mean "{nearest}"? ' if nearest else ""
+        raise UserError(f'{key} is "{name}"; {hint}known: {", ".join(known)}; {own}')
     return known[name]
 
 
@@ -52,29 +54,29 @@ def imported(key: str, name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     given = f'{key} = "{name}"'
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)) or module_name.endswith(".py"):
-        raise ValueError(
+        raise UserError(
             f'{given} must be "MODULE:NAME" with the dotted name of a Python module, without .py, and a name in it, for'
             ' example "my_module:Net"; a folder is given by PYTHONPATH'
         )
     if module_name == "__main__":
-        raise ValueError(f"{given}: later commands cannot import __main__; put {attribute} into a file")
+        raise UserError(f"{given}: later commands cannot import __main__; put {attribute} into a file")
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(
+            raise UserError(
                 f"{given}: there is no module {error.name} in Python's path, the folder of the TOML file or the current"
                 f" folder {Path.cwd()}; add the folder that has {module_name.replace('.', '/')}.py to PYTHONPATH"
             ) from None
-        raise ValueError(f"{given}: importing it failed{_place(error)}: {type(error).__name__}: {error}") from error
+        raise UserError(f"{given}: importing it failed{_place(error)}: {type(error).__name__}: {error}") from error
     file = file_of(module)
     if file and file.is_file() and _SOURCES.setdefault(module, file.read_bytes()) != file.read_bytes():
-        raise ValueError(f"{given}: {file} has changed since this process imported it; restart Python")
+        raise UserError(f"{given}: {file} has changed since this process imported it; restart Python")
     if not hasattr(module, attribute):
-        nearest = get_close_matches(attribute, [each for each in vars(module) if not each.startswith("_")], n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"add {attribute} to it, or name another module"
-        raise ValueError(f"{given}: {file or module_name} has no {attribute}; {hint}")
+        nearest = nearest_name(attribute, (each for each in vars(module) if not each.startswith("_")))
+        hint = f"did you mean {nearest}?" if nearest else f"add {attribute} to it, or name another module"
+        raise UserError(f"{given}: {file or module_name} has no {attribute}; {hint}")
     return getattr(module, attribute)
 
 
@@ -93,7 +95,7 @@ def require_beside(key: str, name: str, folder: Path) -> None:
     module = name.partition(":")[0]
     beside, file = folder.absolute() / f"{module.replace('.', '/')}.py", file_of(sys.modules[module])
     if file and beside.is_file() and not beside.samefile(file):
-        raise ValueError(
+        raise UserError(
             f'{key} = "{name}": {file} is imported, but {beside} exists too; rename one of them, or, if both are'
             " used by one Python process, use two"
         )
@@ -110,9 +112,9 @@ def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num
     hint = "in the check the ids are looked up already, so that sparse can only be passed to self.front"
     network = tried(given, "making it with (config, front)", build, hint)
     if not any(module is front for module in network.modules()):
-        raise ValueError(f"{given} does not keep the front that it is given; write self.front = front in its __init__")
+        raise UserError(f"{given} does not keep the front that it is given; write self.front = front in its __init__")
     if not any(parameter.requires_grad for parameter in network.parameters()):
-        raise ValueError(f"{given} has no parameters to train beside the tables; add one, such as a bias of the logits")
+        raise UserError(f"{given} has no parameters to train beside the tables; add one, such as a bias of the logits")
     rows = torch.rand(3, front.num_keys, front.row_width, requires_grad=True)
     longest = torch.tensor([len(each.keys) for each in front.sequences.values()], dtype=torch.int64)
     lengths = torch.stack([longest, longest * 0, longest.clamp(max=1)])
@@ -130,19 +132,19 @@ def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num
         found = f"{list(logits.shape)} of {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
         if found != f"{shape} of torch.float32":
             remedy = "for a last dimension of one return logits.squeeze(1)" if "1]" in found else "see docs/models.md"
-            raise ValueError(
+            raise UserError(
                 f"{given}: {what} returned {found} instead of one logit for each"
                 f" {'sample and task' if num_tasks > 1 else 'sample'}, float32 {shape}; {remedy}"
             )
         trained = [rows, *(parameter for parameter in network.parameters() if parameter.requires_grad)]
         used = logits.requires_grad and torch.autograd.grad(logits.sum(), trained, allow_unused=True)
         if not used or used[0] is None:
-            raise ValueError(
+            raise UserError(
                 f"{given} computes logits that do not depend on the embeddings, so that no table would be trained;"
                 " compute them from self.front(dense, sparse), without detach()"
             )
         if front.sequences and not all(each.isfinite().all() for each in (logits, *used) if each is not None):
-            raise ValueError(
+            raise UserError(
                 f"{given}: {what} returned logits or gradients that are not finite for a sample without a history, as"
                 " requests and the padding of torchrun have; mask with -1e9 instead of -inf, and multiply by the mask"
             )
@@ -153,7 +155,7 @@ def tried(given: str, what: str, function: Callable[[], Any], hint: str) -> Any:
     try:
         return function()
     except Exception as error:
-        raise ValueError(f"{given}: {what} failed{_place(error)}: {type(error).__name__}: {error}; {hint}") from error
+        raise UserError(f"{given}: {what} failed{_place(error)}: {type(error).__name__}: {error}; {hint}") from error
 
 
 def _place(error: Exception) -> str:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from cowrec.errors import UserError
+
 from .config import ModelConfig
 from .front import EmbeddingFront, Front, LookedUpFront, SequenceField
 from .networks.autoint import AutoInt
@@ -157,7 +159,7 @@ def _network(config: ModelConfig, front: Front, num_tasks: int) -> nn.Module:
         return network(config, front, **options, **{_TASKS: num_tasks})
     if num_tasks > 1:
         known = ", ".join(name for name, each in MODELS.items() if _takes_tasks(each))
-        raise ValueError(
+        raise UserError(
             f'model.name = "{config.name}" computes one logit, but the data have {num_tasks} labels; choose one of'
             f" {known} or a network of your own with a parameter {_TASKS}, or prepare data with one label"
         )
@@ -174,7 +176,7 @@ def _class_and_options(config: ModelConfig) -> tuple[type[nn.Module], dict[str, 
     owner = f'model.name = "{name}"'
     if not (inspect.isclass(network) and issubclass(network, nn.Module)):
         kind = f"the class {network.__name__}" if inspect.isclass(network) else f"of type {type(network).__name__}"
-        raise ValueError(
+        raise UserError(
             f"{owner} is {kind}, not a subclass of torch.nn.Module; name a class such as docs/models.md has"
         )
     return network, checked_options(network, config.options, "model.options", owner, first=2, reserved=_TASKS)

@@ -10,8 +10,14 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
+from cowrec.errors import UserError
+
 CPU_BUILD = "fbgemm-gpu-cpu"
 CUDA_BUILD = "fbgemm-gpu"
+
+
+class UnmatchedVersions(UserError, ImportError):
+    """The installed torch, fbgemm and torchrec cannot be used together."""
 
 
 class MatchedSet(NamedTuple):
@@ -47,8 +53,8 @@ def require_matched_set(load: Callable[[], None] | None = None) -> None:
         load: imports what cowrec needs of them; None leaves both this check and the warning out.
 
     Raises:
-        ImportError: they do not belong together, or one is missing, or ``load`` failed; the message names the versions
-            found and the commands to run.
+        UnmatchedVersions: they do not belong together, or one is missing, or ``load`` failed; the message names the
+            versions found and the commands to run.
     """
     torch, torchrec = _installed("torch"), _installed("torchrec")
     builds = {name: number for name in (CPU_BUILD, CUDA_BUILD) if (number := _installed(name))}
@@ -57,7 +63,7 @@ def require_matched_set(load: Callable[[], None] | None = None) -> None:
     listed = ", ".join(f"{name} {number or '(not installed)'}" for name, number in found.items())
     remedy = _remedy(tested or MATCHED_SETS[0], torch, torchrec, builds)
     if _by_rule(torch) != [*map(_series, found.values())] or (torch.endswith("+cpu") and CUDA_BUILD in builds):
-        raise ImportError(
+        raise UnmatchedVersions(
             f"cowrec needs torch, fbgemm and torchrec of one matched set, found {listed}; install one with: {remedy}"
         )
     if tested or load is None:
@@ -65,7 +71,7 @@ def require_matched_set(load: Callable[[], None] | None = None) -> None:
     try:
         load()
     except Exception as error:  # whatever a library raises while it is loaded
-        raise ImportError(
+        raise UnmatchedVersions(
             f"cowrec was not tested with {listed}, and cannot use them ({error}); install a tested set with: {remedy}"
         ) from error
     warnings.warn(f"cowrec was not tested with {listed}; to install a tested set: {remedy}", stacklevel=2)

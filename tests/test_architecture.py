@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PACKAGES = ("trainer", "models", "sparse_opt", "data_pipeline")
 LEAVES = PACKAGES[1:]
+# Files of the folder cowrec/, which all packages may import.
+GROUND = ("errors", "files", "names", "urls")
 # Libraries that each leaf may import, beside the standard library.
 LIBRARIES = {
     "data_pipeline": "torch torchrec numpy pyarrow numba pydantic distributed redis confluent_kafka",
@@ -40,23 +42,21 @@ FOLDERS: dict[str, dict[str, str]] = {
         "optim": "algorithm kernels tbe clipping id_tables",
     },
     "data_pipeline": {
-        "counts": "",
-        "files": "",
-        "urls": "",
-        "remote": "files urls",
+        "redis_client": "",
+        "remote": "",
         "splitmix": "",
         "hashing": "splitmix",
         "parallel": "",
         "grouped_file": "",
-        "dataset": "files parallel remote",
+        "dataset": "parallel remote",
         "reading": "parallel dataset",
-        "raw": "counts remote grouped_file dataset",
+        "raw": "remote grouped_file dataset",
         "encoding": "hashing dataset raw",
         "preparation": "hashing parallel remote dataset raw encoding",
         "schema_inference": "dataset raw",
         "json_lines": "raw",
         "codec": "hashing json_lines dataset raw encoding",
-        "streams": "files urls remote hashing grouped_file dataset codec encoding raw",
+        "streams": "redis_client remote hashing grouped_file dataset codec encoding raw",
         "synthetic": "splitmix hashing parallel dataset raw encoding",
     },
     "models": {
@@ -135,7 +135,7 @@ def forbidden_imports(source: str, folder: str, inner: tuple[str, ...] = ()) -> 
         top, _, inside = name.partition(".")
         if top == "cowrec":
             package = inside.partition(".")[0]
-            if folder in LEAVES and package not in ("", folder):
+            if folder in LEAVES and package not in ("", folder, *GROUND):
                 wrong.add(name)
         elif top in NEVER_IMPORTED or top in PACKAGES:
             # Without "cowrec." a folder is imported a second time, with a second copy of every class.
@@ -200,6 +200,15 @@ def test_packages_import_only_what_they_may(folder: str) -> None:
         inner = file.parent.relative_to(ROOT / folder).parts
         wrong = forbidden_imports(file.read_text(encoding="utf-8"), folder, inner)
         assert not wrong, f"{file.relative_to(ROOT)} imports {sorted(wrong)}"
+
+
+def test_the_ground_floor_imports_the_standard_library_alone() -> None:
+    files = {file.stem: file for file in (ROOT / "cowrec").glob("*.py") if file.stem != "__init__"}
+    assert files.keys() == set(GROUND)
+    for name, file in files.items():
+        imported = set(imported_modules(file.read_text(encoding="utf-8"), "cowrec"))
+        assert {each.partition(".")[0] for each in imported} <= {"cowrec", *sys.stdlib_module_names}, name
+        assert {each for each in imported if each in PACKAGES} == set(), name
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -20,7 +20,8 @@ from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
 
-from ..files import replace_file
+from cowrec.errors import UserError
+from cowrec.files import replace_file
 
 FORMAT_VERSION = 1
 SCHEMA_FILE, VOCABULARY_FOLDER = "schema.json", "vocabulary"
@@ -114,11 +115,11 @@ class SparseField:
     def __post_init__(self) -> None:
         unsized = self.encoding == "raw" and self.num_embeddings == 0
         if self.num_embeddings < RESERVED_ROWS and not unsized:
-            raise ValueError(f"field {self.name!r}: num_embeddings must be at least 2, got {self.num_embeddings}")
+            raise UserError(f"field {self.name!r}: num_embeddings must be at least 2, got {self.num_embeddings}")
         if self.kind == "weighted" and self.pooling != "sum":
-            raise ValueError(f'field {self.name!r}: a weighted field is always summed; pooling must be "sum"')
+            raise UserError(f'field {self.name!r}: a weighted field is always summed; pooling must be "sum"')
         if (self.max_length > 0) != (self.kind == "sequence"):
-            raise ValueError(f"field {self.name!r}: max_length is at least 1 for sequences, and 0 for other kinds")
+            raise UserError(f"field {self.name!r}: max_length is at least 1 for sequences, and 0 for other kinds")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -154,7 +155,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.rows != sum(self.shards) or min(self.shards, default=0) < 0:
-            raise ValueError(f"a split of {self.rows} rows cannot have shards of {list(self.shards)[:9]} rows")
+            raise UserError(f"a split of {self.rows} rows cannot have shards of {list(self.shards)[:9]} rows")
 
     @property
     def labelled(self) -> bool:
@@ -219,7 +220,7 @@ class Schema:
 
     def __post_init__(self) -> None:
         if not self.labels or len(set(self.labels)) < len(self.labels):
-            raise ValueError(f"labels must be one name or several different ones, got {list(self.labels)}")
+            raise UserError(f"labels must be one name or several different ones, got {list(self.labels)}")
         names = [*self.label_columns, *(KEPT_PREFIX + name for name in self.kept)]
         names += [TIME] * self.timed + [TRUE_LOGIT] * self.true_logits
         names += [SAMPLE_WEIGHT] * self.sample_weights + [SAMPLE_NUMBER] * self.numbered
@@ -227,19 +228,19 @@ class Schema:
         names += [each.name + WEIGHT_SUFFIX for each in self.sparse if each.kind == "weighted"]
         repeated = sorted(name for name, count in Counter(names).items() if count > 1)
         if repeated:
-            raise ValueError(f"column names must differ, but {repeated} occur more than once")
+            raise UserError(f"column names must differ, but {repeated} occur more than once")
         by_name = {each.name: each for each in self.sparse}
         for each in self.sparse:
             sequence = by_name.get(each.name.rpartition("[")[0])
             if sequence and sequence.max_length and each.name in sequence.keys:
-                raise ValueError(
+                raise UserError(
                     f"field {each.name!r} has the name of a sequence's position; give one of them another name"
                 )
             owner = by_name.get(each.vocabulary)
             if owner is None or (owner.num_embeddings, owner.encoding) != (each.num_embeddings, each.encoding):
-                raise ValueError(f"field {each.name!r} shares {each.shares!r}, which is no field of the same size")
+                raise UserError(f"field {each.name!r} shares {each.shares!r}, which is no field of the same size")
             if each.along and not any((each.along, each.max_length) == (it.name, it.max_length) for it in self.sparse):
-                raise ValueError(f"field {each.name!r} is along {each.along!r}, which is no sequence of this length")
+                raise UserError(f"field {each.name!r} is along {each.along!r}, which is no sequence of this length")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -282,7 +283,7 @@ class Schema:
     def split(self, name: str) -> Split:
         """Returns the split of that name. Raises ValueError naming the existing ones."""
         if name not in self.splits:
-            raise ValueError(f"no split {name!r} in data set {self.name!r}; it has {sorted(self.splits)}")
+            raise UserError(f"no split {name!r} in data set {self.name!r}; it has {sorted(self.splits)}")
         return self.splits[name]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -298,20 +299,20 @@ class Schema:
             text = path.read_text(encoding="utf-8")
             content = json.loads(text)
         except FileNotFoundError:
-            raise ValueError(
+            raise UserError(
                 f"{folder} is not a prepared data set: it has no {SCHEMA_FILE}. An interrupted `prepare` leaves none; "
                 "run it again"
             ) from None
         except NotADirectoryError:
-            raise ValueError(
+            raise UserError(
                 f"{folder} is a file, not the folder of a prepared data set; if it has raw samples, prepare it first:"
                 f" cowrec schema infer {folder}, then cowrec prepare tabular --input {folder}"
             ) from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} cannot be read ({error}); prepare the data set again") from error
+            raise UserError(f"{path} cannot be read ({error}); prepare the data set again") from error
         version = content.get("format_version") if isinstance(content, dict) else None
         if version != FORMAT_VERSION:
-            raise ValueError(
+            raise UserError(
                 f"{path} has format version {version!r}, this cowrec reads {FORMAT_VERSION}; prepare the data set again"
             )
         try:
@@ -320,9 +321,7 @@ class Schema:
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"]) or "top level"
-            raise ValueError(
-                f"{path} does not describe a data set ({key}: {first['msg']}); prepare it again"
-            ) from error
+            raise UserError(f"{path} does not describe a data set ({key}: {first['msg']}); prepare it again") from error
 
 
 _LONGEST_NAME = 200

@@ -18,7 +18,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from ..files import NO_SPACE, locked, space_remedy, sync_folder
+from cowrec.errors import UserError
+from cowrec.files import NO_SPACE, locked, space_remedy, sync_folder
+
 from ..parallel import ordered_map
 from ..remote import fetch_missing, is_remote
 from .sample_block import Bags, SampleBlock, id_dtype
@@ -143,27 +145,27 @@ def _opened(path: Path, schema: Schema) -> Iterator[pq.ParquetFile]:
         with pq.ParquetFile(path) as file:
             yield file
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing, though {schema.name!r}'s schema.json lists it; prepare again") from None
+        raise UserError(f"{path} is missing, though {schema.name!r}'s schema.json lists it; prepare again") from None
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); prepare the data set again") from error
+        raise UserError(f"{path} is damaged ({error}); prepare the data set again") from error
 
 
 def _check_size(path: Path, found: int, size: int) -> None:
     if found != size:
-        raise ValueError(f"{path} has {found} rows, schema.json has {size}; prepare the data set again")
+        raise UserError(f"{path} has {found} rows, schema.json has {size}; prepare the data set again")
 
 
 def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
     for field in expected:
         position = found.get_field_index(field.name)
         if position < 0:
-            raise ValueError(f"{path} has no column {field.name!r}, but schema.json does; prepare the data set again")
+            raise UserError(f"{path} has no column {field.name!r}, but schema.json does; prepare the data set again")
         kind = found.field(position).type
         # Parquet does not keep the name of a list's inner field, so lists are compared by their value type.
         if pa.types.is_list(kind):
             kind = pa.list_(kind.value_type)
         if kind != field.type:
-            raise ValueError(f"{path}, column {field.name!r}: type {kind}, must be {field.type}; prepare it again")
+            raise UserError(f"{path}, column {field.name!r}: type {kind}, must be {field.type}; prepare it again")
 
 
 def _check_ids(path: Path, field: SparseField, column: pa.ChunkedArray) -> None:
@@ -174,7 +176,7 @@ def _check_ids(path: Path, field: SparseField, column: pa.ChunkedArray) -> None:
         bounds = pc.min_max(chunk if field.kind == "categorical" else chunk.flatten()).as_py()
         for value in bounds.values():
             if value is not None and not 0 <= value < field.num_embeddings:
-                raise ValueError(
+                raise UserError(
                     f"{path}, column {field.name!r}: id {value} is outside [0, {field.num_embeddings}); the file and "
                     "schema.json do not match; prepare the data set again"
                 )
@@ -186,7 +188,7 @@ def _stacked(table: pa.Table, names: Sequence[str], dtype: type, path: Path | st
     for name, target in zip(names, columns, strict=True):
         column = table[name]
         if column.null_count:
-            raise ValueError(f"{path}, column {name!r}: {column.null_count} values are null; prepare it again")
+            raise UserError(f"{path}, column {name!r}: {column.null_count} values are null; prepare it again")
         start = 0
         for chunk in column.chunks:
             target[start : start + len(chunk)] = chunk.to_numpy(zero_copy_only=True)
@@ -203,7 +205,7 @@ def _bags(table: pa.Table, field: SparseField, schema: Schema, path: Path | str)
         weight_lists = _lists(table, field.name + WEIGHT_SUFFIX, path)
         weight_offsets = weight_lists.offsets.to_numpy().astype(np.int64)
         if not np.array_equal(weight_offsets - weight_offsets[0], offsets):
-            raise ValueError(f"{path}, column {field.name!r}: a list of weights is not as long as its list of ids")
+            raise UserError(f"{path}, column {field.name!r}: a list of weights is not as long as its list of ids")
         weights = torch.from_numpy(weight_lists.flatten().to_numpy().copy())
     values = torch.from_numpy(lists.flatten().to_numpy().copy()).to(id_dtype(schema))
     return Bags(values, torch.from_numpy(offsets), weights)
@@ -213,7 +215,7 @@ def _lists(table: pa.Table, name: str, path: Path | str) -> pa.ListArray:
     column = table[name].combine_chunks()
     lists = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
     if lists.null_count or lists.flatten().null_count:
-        raise ValueError(f"{path}, column {name!r}: values are null; prepare the data set again")
+        raise UserError(f"{path}, column {name!r}: values are null; prepare the data set again")
     return lists
 
 
@@ -235,7 +237,7 @@ def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> It
     """
     final = Path(os.path.realpath(output))
     if final.is_mount():
-        raise ValueError(f"{final} is a mount point, which cannot be replaced; name a folder in it: {final / 'data'}")
+        raise UserError(f"{final} is a mount point, which cannot be replaced; name a folder in it: {final / 'data'}")
     _clear_leftovers(final)
     _check_target(final, overwrite)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -280,7 +282,7 @@ def _check_target(final: Path, overwrite: bool) -> None:
     if not (final.exists() or final.is_symlink()):
         return
     if not overwrite:
-        raise ValueError(f"{final} exists and is not empty; choose another folder or remove it (prepare: --overwrite)")
+        raise UserError(f"{final} exists and is not empty; choose another folder or remove it (prepare: --overwrite)")
     files = final.rglob("*") if final.is_dir() else ()
     check_replaceable(str(final), {str(each.relative_to(final)) for each in files if not each.is_dir()})
 
@@ -298,10 +300,10 @@ def check_replaceable(place: str, names: Collection[str]) -> None:
     """
     partial = is_remote(place) and all(map(_FILES.fullmatch, names))
     if SCHEMA_FILE not in names and not partial:
-        raise ValueError(f"{place} is not a prepared data set, so it is not overwritten; choose another output folder")
+        raise UserError(f"{place} is not a prepared data set, so it is not overwritten; choose another output folder")
     if others := sorted(name for name in names if not _FILES.fullmatch(name)):
         shown = ", ".join(others[:5]) + ", ..." * (len(others) > 5)
-        raise ValueError(
+        raise UserError(
             f"{place} is not overwritten, since {len(others)} files in it are not a data set's: {shown}; move them"
             " or choose another output folder"
         )

@@ -7,6 +7,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from cowrec.errors import UserError
+
 from ..dataset.schema import SHARD_ROWS, DenseTransform
 
 SplitKind = Literal["random", "order", "time"]
@@ -92,11 +94,11 @@ class PrepareConfig:
             ("on_bad_row", (None, *get_args(OnBadRow))),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(
+                raise UserError(
                     f"{name} must be one of {', '.join(filter(None, choices))}, got {getattr(self, name)!r}"
                 )
         if self.hash_buckets and self.raw_ids:
-            raise ValueError("hash_buckets and raw_ids exclude each other; give one of them")
+            raise UserError("hash_buckets and raw_ids exclude each other; give one of them")
         self.check_vocabulary("", self.min_count > 1, self.max_ids)
         self._check_split()
 
@@ -105,28 +107,28 @@ class PrepareConfig:
             keys = [f"{split}_{suffix}" for split in ("test", "validation")]
             given = [key for key in keys if getattr(self, key) is not None]
             if given and self.split != kind:
-                raise ValueError(f'{given[0]} is for split = "{kind}"; with "{self.split}" give fractions')
+                raise UserError(f'{given[0]} is for split = "{kind}"; with "{self.split}" give fractions')
             fractions = [key for key in ("test_fraction", "validation_fraction") if getattr(self, key) is not None]
             if given and fractions:
-                raise ValueError(f"{given[0]} and {fractions[0]} exclude each other; give both splits in the same way")
+                raise UserError(f"{given[0]} and {fractions[0]} exclude each other; give both splits in the same way")
             if given and keys[0] not in given:
-                raise ValueError(f"{keys[1]} needs {keys[0]}, where the test split begins")
+                raise UserError(f"{keys[1]} needs {keys[0]}, where the test split begins")
         for key in ("test_rows", "validation_rows"):
             _check_range(key, getattr(self, key) or 0, 0, None)
         for key in ("test_fraction", "validation_fraction"):
             if not 0 <= (getattr(self, key) or 0.0) < 1:
-                raise ValueError(f"{key} must be in [0, 1), got {getattr(self, key)}")
+                raise UserError(f"{key} must be in [0, 1), got {getattr(self, key)}")
         if (self.test_fraction or 0.0) + (self.validation_fraction or 0.0) >= 1:
-            raise ValueError(
+            raise UserError(
                 f"test_fraction + validation_fraction must be less than 1, got {self.test_fraction} +"
                 f" {self.validation_fraction}"
             )
         if not 0 < self.negative_fraction <= 1:
-            raise ValueError(f"negative_fraction must be in (0, 1], got {self.negative_fraction}")
+            raise UserError(f"negative_fraction must be in (0, 1], got {self.negative_fraction}")
         if self.test_from is not None:
             first_test = seconds_of("test_from", self.test_from)
             if self.validation_from is not None and seconds_of("validation_from", self.validation_from) >= first_test:
-                raise ValueError(
+                raise UserError(
                     f"validation_from must be before test_from, got {self.validation_from} and {self.test_from}"
                 )
 
@@ -134,7 +136,7 @@ class PrepareConfig:
         """Raises ValueError if a limit on the ids of a vocabulary is given, where the settings make no vocabulary."""
         if (self.hash_buckets or self.raw_ids) and (min_count or max_ids):
             limit, way = "min_count" if min_count else "max_ids", "raw_ids" if self.raw_ids else "hash_buckets"
-            raise ValueError(f"{where}{limit} has no effect with {way}, which keeps no vocabulary; give one of them")
+            raise UserError(f"{where}{limit} has no effect with {way}, which keeps no vocabulary; give one of them")
 
 
 def plain_value(value: Any) -> Any:
@@ -157,11 +159,11 @@ def seconds_of(key: str, text: str | int) -> int:
 
     seconds, invalid = as_times(pa.array([str(text)]), "timestamp")
     if invalid[0] or DATE_DIGITS.fullmatch(str(text)):
-        raise ValueError(f"{key} = {text!r}: {TIME_RULES['timestamp']}")
+        raise UserError(f"{key} = {text!r}: {TIME_RULES['timestamp']}")
     return int(seconds[0])
 
 
 def _check_range(name: str, value: int, least: int, most: int | None) -> None:
     if value < least or (most is not None and value > most):
         limits = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} must be {limits}, got {value}")
+        raise UserError(f"{name} must be {limits}, got {value}")

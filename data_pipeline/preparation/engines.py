@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from cowrec.errors import UserError
+
 from ..parallel import in_order, ordered_map
 from ..raw.inputs import Block, Partition, RawFile, Report, Source, Survey
 from ..raw.reading import blocks
@@ -60,10 +62,10 @@ def dask_engine(scheduler: str, folder: Path) -> Generator["DaskEngine", None, N
     try:
         from distributed import Client
     except ImportError:
-        raise ValueError("a scheduler requires Dask, which is not installed: pip install 'cowrec[dask]'") from None
+        raise UserError("a scheduler requires Dask, which is not installed: pip install 'cowrec[dask]'") from None
     with Client(scheduler, set_as_default=False) as client:
         if not client.nthreads():
-            raise ValueError(f"the scheduler {scheduler} has no workers; start some: dask worker {scheduler}")
+            raise UserError(f"the scheduler {scheduler} has no workers; start some: dask worker {scheduler}")
         yield DaskEngine(client, folder)
 
 

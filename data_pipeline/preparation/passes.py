@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cowrec.errors import UserError
+
 from ..dataset.schema import (
     BUCKET_SUFFIX,
     OUT_OF_VOCABULARY,
@@ -124,20 +126,20 @@ def _check_training(total: PartitionStatistics, layout: Layout, ledger: BadRowLe
     """Raises ValueError if a model cannot learn from the training samples."""
     bad = f"; {ledger.by_path.total():,} bad rows were left out" if ledger.by_path else ""
     if not total.train_samples:
-        raise ValueError(
+        raise UserError(
             f"no training sample: all samples are in other splits or bad rows{bad}; lower test_fraction or"
             " test_rows, or choose a later test_from"
         )
     for label in layout.labels:
         negative, positive = total.classes[label.name, 0.0], total.classes[label.name, 1.0]
         if not (negative and positive):
-            raise ValueError(
+            raise UserError(
                 f"label {label.column!r}: the training samples are of one class, {positive:,} positive and"
                 f" {negative:,} negative{bad}; nothing can be learned from them. Check the label's column and, in the"
                 " schema file, its positive values or threshold"
             )
     if not total.weight:
-        raise ValueError(f"column {layout.weight!r}: all {total.train_samples:,} training samples have weight 0")
+        raise UserError(f"column {layout.weight!r}: all {total.train_samples:,} training samples have weight 0")
 
 
 def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionStatistics:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from cowrec.errors import UserError
+
 from ..dataset.schema import SCHEMA_FILE, Schema, SourceFile, Split, library_versions
 from ..dataset.shards import check_replaceable, disk_errors, new_folder
 from ..encoding import Encoder
@@ -88,14 +90,14 @@ def prepare(
         work = partial(survey, header=described.header, segment_samples=config.shard_rows)
         files = engine.survey(work, sources, report)
         if not any(file.samples for file in files):
-            raise ValueError(f"input file {files[0].source.path} has no samples, and neither has any other")
+            raise UserError(f"input file {files[0].source.path} has no samples, and neither has any other")
         inherited = earlier.settings.get("prepare", {}).get("on_bad_row") if earlier else None
         on_bad_row = config.on_bad_row or inherited or "error"
         parts, ledger = partitions(files, config.shard_rows), BadRowLedger(on_bad_row, config.max_bad_rows)
         if earlier is None:
             if config.negative_fraction < 1 and len(described.labels) > 1:
                 message = "negative_fraction takes one label, whose negatives are left out"
-                raise ValueError(f"{message}; the schema file has several")
+                raise UserError(f"{message}; the schema file has several")
             split = _by_files(files, groups) or _split_rule(engine, parts, described, config, report)
             split = dataclasses.replace(split, negative_fraction=config.negative_fraction)
             encoder = fit(engine, parts, FitPlan(described, config, split), ledger, report)
@@ -124,7 +126,7 @@ def prepare(
 def _paths(groups: Sequence[Sequence[PathLike]], scheduler: str | None, *, new: bool) -> list[list[str]]:
     _, validation, test = groups
     if (validation and not test) or (test and not new):
-        raise ValueError("files of the splits are for a new data set; give those of the test split, or none")
+        raise UserError("files of the splits are for a new data set; give those of the test split, or none")
     paths = [[os.fspath(each) for each in group] for group in groups]
     if scheduler is None:
         return paths
@@ -145,13 +147,13 @@ def _engine(scheduler: str | None, folder: Path) -> AbstractContextManager[Engin
 
 def _layout(name: LayoutName, schema_file: PathLike | None, earlier: Schema | None) -> Layout:
     if (schema_file is not None) != (name == "tabular" and earlier is None):
-        raise ValueError(
+        raise UserError(
             "the layout tabular needs a schema file (--schema) or an earlier data set (--like), not both; the layouts"
             f" criteo and avazu take no schema file; got the layout {name}"
         )
     if earlier is not None:
         if earlier.name != name:
-            raise ValueError(
+            raise UserError(
                 f"the earlier data set has the layout {earlier.name!r}; {name!r} cannot be prepared like it"
             )
         return Layout.from_json(earlier.settings["layout"])
@@ -159,7 +161,7 @@ def _layout(name: LayoutName, schema_file: PathLike | None, earlier: Schema | No
         return load_schema_file(schema_file)
     layouts = {"criteo": CRITEO, "avazu": AVAZU}
     if name not in layouts:
-        raise ValueError(f"layout must be criteo, avazu or tabular, got {name!r}")
+        raise UserError(f"layout must be criteo, avazu or tabular, got {name!r}")
     return layouts[name]
 
 
@@ -193,9 +195,9 @@ def _without_absent(layout: Layout, sources: Sequence[Source], keep: Sequence[st
         lacking = [source.path for source, columns in zip(sources, present, strict=True) if name not in columns]
         what = "label" if name in [label.column for label in layout.labels] else "column"
         if lacking and len(lacking) < len(sources):
-            raise ValueError(f"{lacking[0]} has no {what} {name!r}, but other files have; prepare them separately")
+            raise UserError(f"{lacking[0]} has no {what} {name!r}, but other files have; prepare them separately")
         if lacking and name in keep:
-            raise ValueError(f"no column {name!r} to keep in {lacking[0]}")
+            raise UserError(f"no column {name!r} to keep in {lacking[0]}")
         if lacking and name in layout.keep:
             logger.warning("the files have no column %r, which predictions would show", name)
         absent += [name] * bool(lacking)
@@ -212,14 +214,14 @@ def _check_outside(output: Place, read: Sequence[str], like: PathLike | None) ->
     folder = parts(output)
     for place in [*read, *([like] if like is not None and parts(like) != folder else [])]:
         if parts(place)[: len(folder)] == folder:
-            raise ValueError(f"input {place} is in {output}, which would be overwritten; choose another output folder")
+            raise UserError(f"input {place} is in {output}, which would be overwritten; choose another output folder")
 
 
 def _checked_splits(splits: dict[str, Split], layout: Layout, config: PrepareConfig) -> dict[str, Split]:
     asked = {"validation": config.validation_from or config.validation_fraction, "test": config.test_from}
     for name, size in splits.items():
         if not size.rows and asked.get(name):
-            raise ValueError(f"no sample is in the split {name}; check {name}_from or {name}_fraction = {asked[name]}")
+            raise UserError(f"no sample is in the split {name}; check {name}_from or {name}_fraction = {asked[name]}")
         for label, positives in zip(layout.labels, size.positives or (), strict=False):
             if size.rows and positives in (0, size.rows):
                 logger.warning(
@@ -227,7 +229,7 @@ def _checked_splits(splits: dict[str, Split], layout: Layout, config: PrepareCon
                     label.column, f"{size.rows:,}", name, "positive" if positives else "not positive",
                 )  # fmt: skip
         if size.rows and size.weight == 0:
-            raise ValueError(f"column {layout.weight!r}: all {size.rows:,} samples of the split {name} have weight 0")
+            raise UserError(f"column {layout.weight!r}: all {size.rows:,} samples of the split {name} have weight 0")
     return splits
 
 
@@ -244,9 +246,7 @@ def _split_rule(
             return by_order(samples, config.test_rows, config.validation_rows or 0)
         return by_order(samples, round(test * samples), round(validation * samples))
     if not layout.time:
-        raise ValueError(
-            'split = "time" needs the times of samples: name their column in the schema file, time = "..."'
-        )
+        raise UserError('split = "time" needs the times of samples: name their column in the schema file, time = "..."')
     if config.test_from is not None:
         first_test = seconds_of("test_from", config.test_from)
         since = first_test if config.validation_from is None else seconds_of("validation_from", config.validation_from)
@@ -264,7 +264,7 @@ def _by_files(files: Sequence[RawFile], groups: Sequence[Sequence[str]]) -> Spli
     of_split |= {"validation": files[first_test - validation : first_test], "test": files[first_test:]}
     for name, own in of_split.items():
         if own and not any(file.samples for file in own):
-            raise ValueError(
+            raise UserError(
                 f"the files of the {name} split have no samples: {', '.join(groups[[*of_split].index(name)])}"
             )
     return by_order(sum(samples), sum(samples[first_test:]), sum(samples[first_test - validation : first_test]))
@@ -296,11 +296,11 @@ def output_folder(output: Place, *, overwrite: bool, shared: bool) -> Iterator[P
         return
     uri = os.fspath(output)
     if shared:
-        raise ValueError(f"output {uri}: the workers of a cluster need a folder that they share; copy it later")
+        raise UserError(f"output {uri}: the workers of a cluster need a folder that they share; copy it later")
     remote = RemoteFolder(uri)
     existing = remote.list()
     if existing and not overwrite:
-        raise ValueError(f"{uri} exists and is not empty; choose another folder or remove it (prepare: --overwrite)")
+        raise UserError(f"{uri} exists and is not empty; choose another folder or remove it (prepare: --overwrite)")
     if existing:
         check_replaceable(uri, existing)
     with tempfile.TemporaryDirectory(prefix="cowrec-prepare-") as parent:

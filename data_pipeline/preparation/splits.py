@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 
 import numpy as np
 
+from cowrec.errors import UserError
+
 from ..encoding import ValueCounts
 from ..hashing import uniforms
 from ..raw.inputs import Block, Partition, Report
@@ -89,7 +91,7 @@ def by_order(samples: int, test: int, validation: int) -> SplitRule:
         ValueError: no sample is left for training.
     """
     if test + validation >= samples:
-        raise ValueError(
+        raise UserError(
             f"no training sample: {test + validation:,} of the {samples:,} samples in the files would be for validation"
             " and testing; lower the rows or fractions of these splits"
         )
@@ -114,7 +116,7 @@ def _newest(times: ValueCounts, share: float, end: int) -> int:
     from_here = np.cumsum(times.counts[::-1])[::-1]
     possible = np.flatnonzero((values < end) & (values > values[0]))
     if not len(possible):
-        raise ValueError(
+        raise UserError(
             f'split = "time": the {times.total:,} samples have {len(values)} different times, too few for these splits'
         )
     return int(values[possible[np.argmin(np.abs(from_here[possible] - share * times.total))]])

@@ -14,6 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cowrec.errors import UserError
+
 from ..dataset.schema import MISSING
 from .layouts import RawField, RawLabel
 from .values import (
@@ -223,7 +225,7 @@ class SampleColumns:
             column = column.cast(pa.list_(PAIR if field.kind == "weighted" else pa.null()))
         joined = is_text(column.type)
         if joined and not field.separator:
-            raise ValueError(f"column {name!r} is text, so field {field.name!r} needs a separator")
+            raise UserError(f"column {name!r} is text, so field {field.name!r} needs a separator")
         if joined:
             column = pc.split_pattern(column.cast(pa.string()).fill_null(""), field.separator)
         if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
@@ -276,9 +278,7 @@ class SampleColumns:
         """
         if is_text(items.type):
             if not field.weight_separator:
-                raise ValueError(
-                    f"column {field.column!r} holds text, so field {field.name!r} needs a weight_separator"
-                )
+                raise UserError(f"column {field.column!r} holds text, so field {field.name!r} needs a weight_separator")
             text = without_markers(items.fill_null(""), field.null)
             return split_pairs(text, field.weight_separator)
         fields = [each.name for each in items.type] if pa.types.is_struct(items.type) else []
@@ -437,5 +437,5 @@ def _quoted(value: pa.Scalar) -> str:
     return text if len(text) <= LONGEST_QUOTED_VALUE else text[:LONGEST_QUOTED_VALUE] + "..."
 
 
-def _wrong_type(name: str, kind: pa.DataType, wanted: str) -> ValueError:
-    return ValueError(f"column {name!r} has the type {kind}; it must hold {wanted}")
+def _wrong_type(name: str, kind: pa.DataType, wanted: str) -> UserError:
+    return UserError(f"column {name!r} has the type {kind}; it must hold {wanted}")

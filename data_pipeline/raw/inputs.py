@@ -17,6 +17,8 @@ from urllib.parse import quote, unquote
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from cowrec.errors import UserError
+
 from ..remote import RemoteFolder, is_remote, local_path, open_filesystem
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -40,7 +42,7 @@ def find_inputs(inputs: Sequence[str]) -> list[str]:
 def find_groups(groups: Sequence[Sequence[str]]) -> list[list[str]]:
     """Returns the files of groups of inputs, of which the first has some; raises as :func:`find_inputs`."""
     if not groups[0]:
-        raise ValueError("no input file given")
+        raise UserError("no input file given")
     found = [
         [file for each in inputs for file in find_files(each if is_remote(each) else str(local_path(each)))]
         for inputs in groups
@@ -50,12 +52,12 @@ def find_groups(groups: Sequence[Sequence[str]]) -> list[list[str]]:
         try:
             size, _ = stamp(file)
         except FileNotFoundError:
-            raise ValueError(f"input file {file} does not exist") from None
+            raise UserError(f"input file {file} does not exist") from None
         if size == 0:
-            raise ValueError(f"input file {file} is empty; copy it again, or remove it")
+            raise UserError(f"input file {file} is empty; copy it again, or remove it")
         key = file if is_remote(file) else os.path.realpath(file)
         if key in seen:
-            raise ValueError(f"input file {file} is given twice; its samples would count double")
+            raise UserError(f"input file {file} is given twice; its samples would count double")
         seen.add(key)
     return found
 
@@ -218,7 +220,7 @@ def stamp(place: str) -> Stamp:
     if not is_remote(place):
         status = os.stat(place)
         if not os.path.isfile(place):
-            raise ValueError(f"input {place} is not a regular file; it is read several times, so it cannot be a pipe")
+            raise UserError(f"input {place} is not a regular file; it is read several times, so it cannot be a pipe")
         return status.st_size, status.st_mtime_ns
     found = _info(place)
     if found.type != pafs.FileType.File:
@@ -252,11 +254,11 @@ def find_files(text: str) -> list[str]:
     if plain < len(parts):
         names = [name for name in names if _matches(name.split("/"), parts[plain:])]
         if not names:
-            raise ValueError(f"input {text}: no file or folder matches this pattern")
+            raise UserError(f"input {text}: no file or folder matches this pattern")
     elif not names:
         if _info(text).type == pafs.FileType.File:
             return [text]
-        raise ValueError(f"input {text} does not exist, or is a folder without files")
+        raise UserError(f"input {text} does not exist, or is a folder without files")
     base = folder.removesuffix(query)
     return [f"{base}/{quote(name, safe='/=')}{query}" for name in sorted(names, key=lambda name: name.split("/"))]
 
@@ -264,7 +266,7 @@ def find_files(text: str) -> list[str]:
 def _find_local(text: str) -> list[str]:
     if os.path.isdir(text):
         if not (below := _files_below(text)):
-            raise ValueError(f"input folder {text} has no file (names that start with . or _ are left out)")
+            raise UserError(f"input folder {text} has no file (names that start with . or _ are left out)")
         return below
     if os.path.exists(text) or not PATTERN & set(text):
         return [text]
@@ -276,7 +278,7 @@ def _find_local(text: str) -> list[str]:
     # A folder and its files may both match.
     files = dict.fromkeys(file for each in matches for file in (_files_below(each) if os.path.isdir(each) else (each,)))
     if not files:
-        raise ValueError(f"input {text}: no file or folder matches this pattern (names with . or _ first are left out)")
+        raise UserError(f"input {text}: no file or folder matches this pattern (names with . or _ first are left out)")
     return list(files)
 
 
@@ -308,7 +310,7 @@ def _info(place: str) -> pafs.FileInfo:
     try:
         return files.get_file_info(path)
     except OSError as error:
-        raise ValueError(f"input {place} cannot be read: {error}") from error
+        raise UserError(f"input {place} cannot be read: {error}") from error
 
 
 def _opened(place: str) -> tuple[pafs.FileSystem, str]:

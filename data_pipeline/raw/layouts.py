@@ -15,7 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..counts import parse_count
+from cowrec.errors import UserError
+from cowrec.names import parse_count
+
 from ..dataset.schema import (
     BUCKET_SUFFIX,
     KEPT_PREFIX,
@@ -60,9 +62,9 @@ class RawLabel:
 
     def __post_init__(self) -> None:
         if self.positive and self.threshold is not None:
-            raise ValueError(f"label {self.name!r}: give positive or threshold, not both")
+            raise UserError(f"label {self.name!r}: give positive or threshold, not both")
         if self.threshold is not None and not np.isfinite(self.threshold):
-            raise ValueError(f"label {self.name!r}: threshold must be a finite number, got {self.threshold}")
+            raise UserError(f"label {self.name!r}: threshold must be a finite number, got {self.threshold}")
         object.__setattr__(self, "column", self.column or self.name)
         for key in ("positive", "null"):
             object.__setattr__(self, key, tuple(text for text in getattr(self, key) if text))
@@ -148,39 +150,39 @@ class RawField:
     def __post_init__(self) -> None:
         where = f"field {self.name!r}"
         if self.name == LABEL or self.name.endswith(WEIGHT_SUFFIX):
-            raise ValueError(f"{where}: this name is taken; choose another, and give the raw name as `column`")
+            raise UserError(f"{where}: this name is taken; choose another, and give the raw name as `column`")
         if self.kind not in get_args(RawKind):
-            raise ValueError(f"{where}: kind must be one of {', '.join(get_args(RawKind))}, got {self.kind!r}")
+            raise UserError(f"{where}: kind must be one of {', '.join(get_args(RawKind))}, got {self.kind!r}")
         is_list, weighted = self.kind in ("multi", "sequence", "weighted"), self.kind == "weighted"
         if self.separator and not is_list:
-            raise ValueError(f"{where}: separator is for list kinds only")
+            raise UserError(f"{where}: separator is for list kinds only")
         if self.weight_separator and not weighted:
-            raise ValueError(f"{where}: weight_separator is for the kind weighted only")
+            raise UserError(f"{where}: weight_separator is for the kind weighted only")
         if weighted and self.separator and self.separator == self.weight_separator:
-            raise ValueError(f"{where}: separator and weight_separator must differ, both are {self.separator!r}")
+            raise UserError(f"{where}: separator and weight_separator must differ, both are {self.separator!r}")
         if self.pooling not in ("", "sum", "mean") or (weighted and self.pooling == "mean"):
-            raise ValueError(f"{where}: pooling must be sum or mean (weighted: sum), got {self.pooling!r}")
+            raise UserError(f"{where}: pooling must be sum or mean (weighted: sum), got {self.pooling!r}")
         if self.pooling and self.kind not in ("multi", "weighted"):
-            raise ValueError(f"{where}: pooling is for the kinds multi and weighted")
+            raise UserError(f"{where}: pooling is for the kinds multi and weighted")
         if self.transform not in ("", *get_args(DenseTransform)) or (self.transform and self.kind != "numeric"):
             choices = ", ".join(get_args(DenseTransform))
-            raise ValueError(f"{where}: transform must be one of {choices}, for numeric fields; got {self.transform!r}")
+            raise UserError(f"{where}: transform must be one of {choices}, for numeric fields; got {self.transform!r}")
         for name in ("min_count", "max_ids"):
             value = getattr(self, name)
             if value < 0 or (value and self.kind == "numeric"):
-                raise ValueError(f"{where}: {name} must be at least 1, and is for ids only; got {value} ({self.kind})")
+                raise UserError(f"{where}: {name} must be at least 1, and is for ids only; got {value} ({self.kind})")
         is_sequence = self.kind == "sequence"
         if self.max_length < 0 or (self.max_length > 0) != is_sequence:
-            raise ValueError(
+            raise UserError(
                 f"{where}: max_length must be at least 1 for the kind sequence, which needs it, and is for that kind"
                 f" only; got {self.max_length} ({self.kind})"
             )
         if self.along and not is_sequence:
-            raise ValueError(f"{where}: along is for the kind sequence only, got {self.along!r} ({self.kind})")
+            raise UserError(f"{where}: along is for the kind sequence only, got {self.along!r} ({self.kind})")
         if self.age and (not is_sequence or self.shares):
-            raise ValueError(f"{where}: age is for the kind sequence, and such a field shares none")
+            raise UserError(f"{where}: age is for the kind sequence, and such a field shares none")
         if self.shares and (not is_sequence or self.min_count or self.max_ids):
-            raise ValueError(
+            raise UserError(
                 f"{where}: shares is for the kind sequence, and min_count and max_ids are then those of {self.shares!r}"
             )
         object.__setattr__(self, "column", self.column or self.name)
@@ -225,37 +227,37 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not self.delimiter or "\r" in self.delimiter or "\n" in self.delimiter:
-            raise ValueError(f"delimiter must be at least one character and no line ending, got {self.delimiter!r}")
+            raise UserError(f"delimiter must be at least one character and no line ending, got {self.delimiter!r}")
         if self.quote and len(self.delimiter.encode()) > 1:
-            raise ValueError(
+            raise UserError(
                 f"delimiter {self.delimiter!r} is more than one ASCII character, so quotes have no meaning: set "
                 'quote = ""'
             )
         if len(self.quote) > 1 or not self.quote.isascii() or self.quote == self.delimiter:
-            raise ValueError(f"quote must be one ASCII character or empty, got {self.quote!r}")
+            raise UserError(f"quote must be one ASCII character or empty, got {self.quote!r}")
         if not self.fields:
-            raise ValueError("a layout needs at least one field besides the label")
+            raise UserError("a layout needs at least one field besides the label")
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
-            raise ValueError(f"field names must differ, got {sorted({n for n in names if names.count(n) > 1})} twice")
+            raise UserError(f"field names must differ, got {sorted({n for n in names if names.count(n) > 1})} twice")
         ids = [field.name for field in self.fields if field.kind == "categorical"]
         lengths = {field.name: field.max_length for field in self.fields if not field.along}
         for field in self.fields:
             if field.age and not self.time:
-                raise ValueError(f"field {field.name!r}: age needs the sample's time; name its column as `time`")
+                raise UserError(f"field {field.name!r}: age needs the sample's time; name its column as `time`")
             if field.along and lengths.get(field.along) != field.max_length:
-                raise ValueError(
+                raise UserError(
                     f"field {field.name!r}: along must be a sequence of the same max_length = {field.max_length} that"
                     f" goes along with none itself, got {field.along!r}"
                 )
             if field.shares and field.shares not in ids:
-                raise ValueError(f"field {field.name!r}: shares must be a categorical field, got {field.shares!r}")
+                raise UserError(f"field {field.name!r}: shares must be a categorical field, got {field.shares!r}")
         self.check_names("none")
         labels = [label.name for label in self.labels]
         if not labels or len(set(labels)) < len(labels):
-            raise ValueError(f"labels must be one name or several different ones, got {labels}")
+            raise UserError(f"labels must be one name or several different ones, got {labels}")
         for column in {label.column for label in self.labels} & {self.time, self.weight}:
-            raise ValueError(f"column {column!r} is a label, so it cannot be the time or the weight as well")
+            raise UserError(f"column {column!r} is a label, so it cannot be the time or the weight as well")
         if self.columns:
             self.check_columns(self.columns)
 
@@ -273,7 +275,7 @@ class Layout:
             if (each.transform or dense) == "quantile":
                 taken[each.name + MISSING_SUFFIX] = f"where field {each.name!r} has no value"
         for name in [field.name for field in self.fields if field.name in taken]:
-            raise ValueError(
+            raise UserError(
                 f"field {name!r}: this name is reserved for {taken[name]}; choose another, and give the raw name as"
                 " `column`"
             )
@@ -339,9 +341,9 @@ class Layout:
             else:
                 found = line.split(self.delimiter) if line else []
         except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: not UTF-8 ({error}); convert the file to UTF-8 first") from None
+            raise UserError(f"{where}: not UTF-8 ({error}); convert the file to UTF-8 first") from None
         except csv.Error as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise UserError(f"{where}: {error}") from None
         if self.header:
             return tuple(found)
         may_lack = ([], self._label_columns, [*self._label_columns, self.weight]) if self.absent else ([],)
@@ -359,17 +361,17 @@ class Layout:
             self.check_columns([*columns, *given])
         except ValueError as error:
             where = ", line 1" if source.format == "text" else ""
-            raise ValueError(f"{source.path}{where}: {error}") from None
+            raise UserError(f"{source.path}{where}: {error}") from None
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises ValueError if a column that is read is missing or repeated."""
         wanted = self.used_columns
         missing = sorted(set(wanted) - set(columns))
         if missing:
-            raise ValueError(f"no column {', '.join(map(repr, missing))} among {', '.join(columns)}")
+            raise UserError(f"no column {', '.join(map(repr, missing))} among {', '.join(columns)}")
         twice = sorted(name for name in {*wanted, *self.optional_columns} if list(columns).count(name) > 1)
         if twice:
-            raise ValueError(f"column {', '.join(map(repr, twice))} occurs more than once")
+            raise UserError(f"column {', '.join(map(repr, twice))} occurs more than once")
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "Layout":
@@ -467,24 +469,24 @@ def load_schema_file(path: str | os.PathLike[str]) -> Layout:
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"schema file {path} does not exist") from None
+        raise UserError(f"schema file {path} does not exist") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"schema file {path} is not valid TOML: {error}") from None
+        raise UserError(f"schema file {path} is not valid TOML: {error}") from None
     try:
         return _layout_of(content)
     except ValueError as error:
-        raise ValueError(f"schema file {path}: {error}") from None
+        raise UserError(f"schema file {path}: {error}") from None
 
 
 def _layout_of(content: dict[str, Any]) -> Layout:
     _check_types("", content, _TYPES)
     header, columns = content.get("header", True), content.get("columns", [])
     if header == bool(columns):
-        raise ValueError("give `columns` if, and only if, header = false")
+        raise UserError("give `columns` if, and only if, header = false")
     fields = []
     for number, field in enumerate(content.get("fields", []), start=1):
         if not isinstance(field, dict) or not {"name", "kind"} <= field.keys():
-            raise ValueError(f"fields entry {number} needs a name and a kind")
+            raise UserError(f"fields entry {number} needs a name and a kind")
         where = f"fields entry {number}: "
         for key in ("min_count", "max_ids"):
             if isinstance(field.get(key), str):
@@ -497,7 +499,7 @@ def _layout_of(content: dict[str, Any]) -> Layout:
         keep=tuple(content.get("keep", ())),
     )  # fmt: skip
     for column in [label.column for label in layout.labels if label.column in [field.column for field in fields]]:
-        raise ValueError(f"column {column!r} is the label, so it cannot be a field as well")
+        raise UserError(f"column {column!r} is the label, so it cannot be a field as well")
     return layout
 
 
@@ -508,12 +510,12 @@ def _labels_of(content: Mapping[str, Any]) -> tuple[RawLabel, ...]:
     if "labels" not in content:
         return (RawLabel(**_with_texts({"column": content.get("label", LABEL), "null": null, **mapping})),)
     if mapping or "label" in content:
-        raise ValueError("labels replaces label; give positive and threshold in its entries")
+        raise UserError("labels replaces label; give positive and threshold in its entries")
     labels = []
     for number, entry in enumerate(content["labels"], start=1):
         keys = {"name": entry} if isinstance(entry, str) else entry
         if not isinstance(keys, dict) or "name" not in keys:
-            raise ValueError(f"labels entry {number} must be a column or have a name, got {entry!r}")
+            raise UserError(f"labels entry {number} must be a column or have a name, got {entry!r}")
         _check_types(f"labels entry {number}: ", keys, _LABEL_TYPES)
         labels.append(RawLabel(**_with_texts({"null": null, **keys})))
     return tuple(labels)
@@ -527,11 +529,11 @@ def _with_texts(keys: Mapping[str, Any]) -> dict[str, Any]:
 def _check_types(where: str, content: Mapping[str, Any], types: Mapping[str, type]) -> None:
     for key, value in content.items():
         if key not in types:
-            raise ValueError(f"{where}unknown key {key!r}; the keys are {', '.join(types)}")
+            raise UserError(f"{where}unknown key {key!r}; the keys are {', '.join(types)}")
         if types[key] is tuple:
             if not isinstance(value, list) or not all(type(each) in (str, int, float) for each in value):
-                raise ValueError(f"{where}{key} must be a list of strings or numbers, got {value!r}")
+                raise UserError(f"{where}{key} must be a list of strings or numbers, got {value!r}")
         elif types[key] is float and type(value) is int:
             continue
         elif type(value) is not types[key]:
-            raise ValueError(f"{where}{key} must be of type {types[key].__name__}, got {value!r}")
+            raise UserError(f"{where}{key} must be of type {types[key].__name__}, got {value!r}")

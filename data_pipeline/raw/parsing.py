@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from cowrec.errors import UserError
+
 from .columns import MISSING_LABEL, SampleColumns
 from .inputs import Block, Source
 from .layouts import LABEL_ADVICE, Layout
@@ -105,7 +107,7 @@ def check_types(source: Source, schema: pa.Schema | None, layout: Layout) -> Non
     try:
         parse(Block(source, pa.Table.from_batches([], types), 1, 0, 0), layout)
     except ValueError as error:
-        raise ValueError(f"{source.path}: {error}") from error
+        raise UserError(f"{source.path}: {error}") from error
 
 
 def check_same_types(schemas: Mapping[str, pa.Schema], layout: Layout) -> None:
@@ -122,7 +124,7 @@ def check_same_types(schemas: Mapping[str, pa.Schema], layout: Layout) -> None:
         if len(first) > 1:
             (one, path), (other, other_path), *_ = first.items()
             here, there = (schemas[each_path].field(each.column).type for each_path in (path, other_path))
-            raise ValueError(
+            raise UserError(
                 f"{other_path}: column {each.column!r} has the type {there}, but {here} in {path}: a {other} there is "
                 f"another value than a {one} here. Cast one of them"
             )
@@ -284,7 +286,7 @@ def split_text(block: Block, layout: Layout) -> RawTable:
     delimiter = layout.delimiter
     if len(delimiter.encode()) > 1:  # which Arrow does not support
         if SEPARATOR in data:
-            raise ValueError(f"{path}, lines {lines[0]} to {lines[-1]}: the byte 0x1f is in the text; remove it")
+            raise UserError(f"{path}, lines {lines[0]} to {lines[-1]}: the byte 0x1f is in the text; remove it")
         data, delimiter = data.replace(delimiter.encode(), SEPARATOR), SEPARATOR.decode()
     try:
         table = pa.csv.read_csv(
@@ -304,9 +306,9 @@ def split_text(block: Block, layout: Layout) -> RawTable:
             ),
         )
     except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}, lines {lines[0]} to {lines[-1]}: {error}") from error
+        raise UserError(f"{path}, lines {lines[0]} to {lines[-1]}: {error}") from error
     if table.num_rows + len(wrong) != len(lines):
-        raise ValueError(_multiline_message(table, lines, path))
+        raise UserError(_multiline_message(table, lines, path))
     hint = f" separated by {layout.delimiter!r}"
     bad += [
         BadRow(block.source, int(lines[row]), "", f"{found} columns, must be {len(names)}{hint if found == 1 else ''}")
@@ -443,12 +445,12 @@ class BadRowLedger:
             return
         ordered = sorted(bad, key=lambda row: row.number)
         if not self._skip:
-            raise ValueError(f"{ordered[0]}{ordered[0].advice}")
+            raise UserError(f"{ordered[0]}{ordered[0].advice}")
         allowed = self._most - self.by_path.total()
         self.by_path.update(row.source.path for row in ordered)
         self.by_reason.update(row.reason for row in ordered)
         if len(ordered) > allowed:
-            raise ValueError(
+            raise UserError(
                 f"more than prepare.max_bad_rows = {self._most} bad rows: {self.by_path.total():,} so far"
                 f" ({counts_text(self.by_reason)}); one of them: {ordered[max(allowed, 0)]}"
             )

@@ -9,6 +9,8 @@ from contextlib import closing, contextmanager
 import numpy as np
 import pyarrow as pa
 
+from cowrec.errors import UserError
+
 from ..grouped_file import ArrowFile, GroupedFile, group_sizes, parquet_file, row_bytes
 from ..remote import is_remote
 from .inputs import (
@@ -56,7 +58,7 @@ def look(path: str) -> tuple[Source, pa.Schema | None]:
     first = first if BINARY.search(first) else b""
     for magic, what in REFUSED.items():
         if first.startswith(magic):
-            raise ValueError(f"input file {path} is {what}. Text, Parquet and Arrow files are read")
+            raise UserError(f"input file {path} is {what}. Text, Parquet and Arrow files are read")
     kind = next((kind for magic, kind in MAGIC.items() if first.startswith(magic)), None)
     if kind is None:
         return look_at_text(path), None
@@ -108,7 +110,7 @@ def _reader(source: Source) -> "RawText | ColumnReader":
     try:
         return RawText(source.path, source) if source.format == "text" else ColumnReader(source)
     except FileNotFoundError:
-        raise ValueError(f"input file {source.path} was deleted after the survey; restore it and run again") from None
+        raise UserError(f"input file {source.path} was deleted after the survey; restore it and run again") from None
 
 
 MOST_ROWS = 1 << 16
@@ -120,7 +122,7 @@ def _survey_columns(source: Source, report: Report, *, segment_samples: int, blo
     with naming_file(source.path), closing(open_groups(source.path, source.format)) as opened:
         starts, size = _group_starts(opened), row_bytes(opened, source.columns)
     if stamp(source.path) != source.stamp:
-        raise ValueError(changed_message(source.path))
+        raise UserError(changed_message(source.path))
     rows, file_bytes = int(starts[-1]), source.stamp[0]
     most = min(MOST_ROWS, max(1, int(block_bytes / max(size, 1.0))))
     segments, start = [], 0
@@ -145,7 +147,7 @@ class ColumnReader:
     def __init__(self, source: Source) -> None:
         self.source, self.offset = source, 0
         if stamp(source.path) != source.stamp:
-            raise ValueError(changed_message(source.path))
+            raise UserError(changed_message(source.path))
         with naming_file(source.path):
             self._file = open_groups(source.path, source.format)
             self._starts = _group_starts(self._file)
@@ -210,7 +212,7 @@ def naming_file(path: str, where: str = "") -> Iterator[None]:
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path}{where}: truncated or damaged, or written with a feature that pyarrow {pa.__version__} does not "
             f"support ({error}). Copy or write it again"
         ) from error

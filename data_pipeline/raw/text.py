@@ -14,6 +14,8 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
+from cowrec.errors import UserError
+
 from .inputs import (
     RawFile,
     Report,
@@ -64,7 +66,7 @@ def survey_text(source: Source, report: Report, *, header: bool, segment_samples
             if segments:
                 reported += _add_file_bytes(segments, text.disk_bytes - reported, report)
         if not segments:
-            raise ValueError(f"input file {source.path} has no samples; copy it again, or remove it")
+            raise UserError(f"input file {source.path} has no samples; copy it again, or remove it")
         _add_file_bytes(segments, source.stamp[0] - reported, report)  # what follows an archive's last line
         return RawFile(source, samples, tuple(segments))
 
@@ -121,7 +123,7 @@ class RawText:
         self.stamp = stamp(path)
         if source is not None and self.stamp != source.stamp:
             self.close()
-            raise ValueError(changed_message(path))
+            raise UserError(changed_message(path))
         self._buffered = io.BufferedReader(self._raw, read_bytes(path))
         self._kind, opener = _format(self._buffered.peek(6)[:6])
         self.plain = self._kind == "plain"
@@ -152,7 +154,7 @@ class RawText:
         self.skip_to(segment.offset)
         data = self.read(segment.size)
         if len(data) < segment.size:
-            raise ValueError(changed_message(self.path))
+            raise UserError(changed_message(self.path))
         return data if data.endswith(b"\n") else data + b"\n"
 
     def skip_to(self, offset: int) -> None:
@@ -172,12 +174,12 @@ class RawText:
         try:
             yield
         except _Refused as error:
-            raise ValueError(f"{self.path}: {error}") from None
+            raise UserError(f"{self.path}: {error}") from None
         except (EOFError, OSError, lzma.LZMAError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
             truncated = isinstance(error, EOFError) or "runcated" in str(error)
             if self._kind == "plain":
                 raise
-            raise ValueError(
+            raise UserError(
                 f"{self.path}: the {self._kind} archive is {'truncated' if truncated else 'damaged'} ({error}); "
                 "nothing was written. Copy or download it again"
             ) from error
@@ -195,12 +197,12 @@ def line_blocks(text: RawText, block_bytes: int) -> Iterator[bytes]:
     while chunk := text.read(block_bytes):
         data = remainder + chunk
         if line == 1 and data[257:262] == b"ustar" and b"\0" in data[:512]:
-            raise ValueError(f"{text.path}: it is a tar archive; extract the files and give their folder")
+            raise UserError(f"{text.path}: it is a tar archive; extract the files and give their folder")
         end = _end_of_text(data)
         if not end and len(data) > block_bytes:
             end = data.rfind(b"\n") + 1  # empty lines
             if not end:
-                raise ValueError(f"{text.path}, line {line}: longer than {block_bytes:,} bytes; is this a text file?")
+                raise UserError(f"{text.path}, line {line}: longer than {block_bytes:,} bytes; is this a text file?")
         remainder = data[end:]
         if end:
             line += data.count(b"\n", 0, end)

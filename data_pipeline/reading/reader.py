@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
+from cowrec.errors import UserError
+
 from ..dataset.sample_block import SampleBlock
 from ..dataset.schema import WINDOW_ROWS, Schema
 from ..dataset.shards import load_shards
@@ -92,13 +94,13 @@ class Reader:
     ) -> None:
         for name, value, least in (("batch_size", batch_size, 1), ("passes", passes, 1), ("seed", seed, 0)):
             if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+                raise UserError(f"{name} must be at least {least}, got {value}")
         if any(size < 1 for size in first_batches):
-            raise ValueError(f"first_batches must be sizes of at least 1, got {list(first_batches)}")
+            raise UserError(f"first_batches must be sizes of at least 1, got {list(first_batches)}")
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be in [0, world_size), got rank {rank} of {world_size}")
+            raise UserError(f"rank must be in [0, world_size), got rank {rank} of {world_size}")
         if window_rows < 1:
-            raise ValueError(f"window_rows must be at least 1, got {window_rows}")
+            raise UserError(f"window_rows must be at least 1, got {window_rows}")
         self._stored = Schema.load(data_dir)
         self.schema = self._stored.of_batches(true_logits=true_logits)
         self.split, self.batch_size = split, batch_size
@@ -106,14 +108,14 @@ class Reader:
         size = self.schema.split(split)
         rows = range(size.rows) if rows is None else rows
         if rows.step != 1 or not 0 <= rows.start <= rows.stop <= size.rows:
-            raise ValueError(f"rows must be a range within the {size.rows:,} samples of the {split} split, got {rows}")
+            raise UserError(f"rows must be a range within the {size.rows:,} samples of the {split} split, got {rows}")
         self._parts = parts_within(size.shards, rows.start, rows.stop)
         self._sizes = [part.samples for part in self._parts]
         self._data_dir = Path(data_dir)
         self._rank, self._world_size = rank, world_size
         self._shuffle, self._seed, self._window_rows, self._passes = shuffle, seed, window_rows, passes
         if sum(first_batches) > self.num_rows:
-            raise ValueError(
+            raise UserError(
                 f"first_batches take {sum(first_batches):,} samples, but the rows are {self.num_rows:,}; pass fewer"
             )
         self._global_batches = GlobalBatches(self.num_rows, batch_size, drop_last=drop_last)
@@ -145,7 +147,7 @@ class Reader:
             return
         needed, available = self.resident_bytes, available_bytes(self.device)
         if available is not None and needed > available:
-            raise ValueError(
+            raise UserError(
                 f"resident: the {self.split} split needs {needed:,} bytes on {self.device}, {available:,} are "
                 'available; train with data.resident = "no", or "auto", which streams it, or use more memory'
             )
@@ -203,9 +205,9 @@ class Reader:
                 that has replaced this one.
         """
         if epoch < 0:
-            raise ValueError(f"epoch must be at least 0, got {epoch}")
+            raise UserError(f"epoch must be at least 0, got {epoch}")
         if not 0 <= start_step <= self.steps(epoch):
-            raise ValueError(f"start_step must be in [0, {self.steps(epoch)}], got {start_step}")
+            raise UserError(f"start_step must be in [0, {self.steps(epoch)}], got {start_step}")
         on_gpu, loaded = self.device.type == "cuda", partial(self._loaded, epoch, start_step)
         batches = partial(self._batches, self._yielded(epoch), step=self._first(epoch, start_step))
         if self._resident_block is None:
@@ -262,7 +264,7 @@ class Reader:
             return load_shards(self._data_dir, self.schema, self.split, numbers, device)
         finally:  # in place of an error about such a shard, too
             if Schema.load(self._data_dir) != self._stored:
-                raise ValueError(
+                raise UserError(
                     f"{self._data_dir} was replaced by another data set since this run began, whose ids mean something"
                     " else; start a new run"
                 )

@@ -23,7 +23,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from ..urls import is_refusal, open_redis
+from cowrec.errors import UserError
+
+from ..redis_client import is_refusal, open_redis
 from .source import Chunk, SourcePosition, count_within
 
 ANSWER_SECONDS = 10.0
@@ -69,7 +71,7 @@ class RedisSource:
     def seek(self, positions: Mapping[str, SourcePosition]) -> None:
         self._last = str(positions.get("", BEGINNING))
         if positions.keys() - {""} or not _ENTRY.fullmatch(self._last):
-            raise ValueError(f"the position {positions} is of another kind of source; start without it")
+            raise UserError(f"the position {positions} is of another kind of source; start without it")
         self._rewound, self._entries = False, FIRST_ENTRIES
 
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
@@ -101,7 +103,7 @@ class RedisSource:
             except self._redis.RedisError as error:
                 self._require_passing(error)
                 if not self._retry(error, deadline):
-                    raise ValueError(
+                    raise UserError(
                         f"entries of {self._stream!r} must be read again, but Redis does not answer: {error}"
                     ) from error
 
@@ -154,7 +156,7 @@ class RedisSource:
         answer = str(error).rpartition(" caused error: ")[2]  # what redis-py puts before that of a pipeline's command
         if not (passing or answer.startswith(_PASSING)):
             message = f"Redis does not give the stream {self._stream!r}: {error}; correct the address, or its password"
-            raise ValueError(message) from error
+            raise UserError(message) from error
 
     def _retry(self, error: Exception, deadline: float) -> bool:
         """Waits with exponential backoff; False once the deadline has passed."""
@@ -198,7 +200,7 @@ class KafkaSource:
         try:
             import confluent_kafka
         except ImportError:
-            raise ValueError(
+            raise UserError(
                 "Kafka requires confluent-kafka, which is not installed: pip install 'cowrec[online]'"
             ) from None
         self._kafka: Any = confluent_kafka
@@ -217,19 +219,19 @@ class KafkaSource:
         given = dict(settings or {})
         for name in ("auto.offset.reset", "enable.partition.eof"):  # else lost messages and ends would pass unnoticed
             if name in {each.removeprefix("topic.") for each in given}:
-                raise ValueError(f"{name} of the address must be {str(ours[name]).lower()}, as it is; leave it out")
+                raise UserError(f"{name} of the address must be {str(ours[name]).lower()}, as it is; leave it out")
         try:
             self._consumer = self._kafka.Consumer(ours | given, logger=self._log)
         except self._kafka.KafkaException as error:
-            raise ValueError(f"librdkafka does not accept the settings of the address: {error.args[0].str()}") from None
+            raise UserError(f"librdkafka does not accept the settings of the address: {error.args[0].str()}") from None
         except (TypeError, AttributeError) as error:  # of a name that means a function
-            raise ValueError(f"the address has settings that are none of text: {error}; leave them out") from None
+            raise UserError(f"the address has settings that are none of text: {error}; leave them out") from None
         try:
             self._partitions = self._partitions_now(ANSWER_SECONDS)
         except self._kafka.KafkaException as error:
             raise OSError(f"no Kafka broker answers at {brokers}: {error}") from error
         if not self._partitions:
-            raise ValueError(f"{brokers} has no topic {topic!r}; create it, or correct the address")
+            raise UserError(f"{brokers} has no topic {topic!r}; create it, or correct the address")
         self._looked = time.monotonic()
         self.ended = False
         self.counters = {"lost_messages": 0, "errors": 0}
@@ -247,7 +249,7 @@ class KafkaSource:
         self._given, self._given_at = 0, dict[int, int]()  # messages, and those until the latest of each partition
         unknown = sorted(positions.keys() - {str(number) for number in self._partitions})
         if unknown:
-            raise ValueError(f"topic {self._topic!r} has no partition {', '.join(unknown)}; is it another topic?")
+            raise UserError(f"topic {self._topic!r} has no partition {', '.join(unknown)}; is it another topic?")
         self._assign(self._offsets)
 
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
@@ -275,7 +277,7 @@ class KafkaSource:
                     samples.append(message.value() or b"")
                 if error is None and message.offset() >= end - 1:
                     return Chunk(partition, start, end, samples)
-        raise ValueError(f"messages of {self._topic!r} must be read again, but Kafka does not answer")
+        raise UserError(f"messages of {self._topic!r} must be read again, but Kafka does not answer")
 
     def close(self) -> None:
         self._consumer.close()
@@ -284,7 +286,7 @@ class KafkaSource:
         """Numbers of the topic's partitions; none if there is no such topic."""
         found = self._consumer.list_topics(self._topic, timeout=timeout).topics[self._topic]
         if found.error is not None and found.error.code() == self._kafka.KafkaError.TOPIC_AUTHORIZATION_FAILED:
-            raise ValueError(f"Kafka does not give topic {self._topic!r}: {found.error.str()}; grant its user access")
+            raise UserError(f"Kafka does not give topic {self._topic!r}: {found.error.str()}; grant its user access")
         return [] if found.error is not None else sorted(found.partitions)
 
     def _add_partitions(self) -> None:
@@ -340,7 +342,7 @@ class KafkaSource:
         first, end = self._bounds(number)
         offset = self._offsets[number]
         if offset > end:
-            raise ValueError(
+            raise UserError(
                 f"partition {number} of {self._topic!r} ends at offset {end}, but was read up to {offset}: the topic "
                 "was re-created, or Kafka lost its end; start without the saved position"
             )

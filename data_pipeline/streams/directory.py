@@ -17,7 +17,9 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..files import replacing
+from cowrec.errors import UserError
+from cowrec.files import replacing
+
 from ..grouped_file import ArrowFile, group_sizes, parquet_file
 from ..raw.values import plain_array
 from .source import CHUNK_BYTES, Chunk, SourcePosition
@@ -80,7 +82,7 @@ class DirectorySource:
         try:
             rows = self._opened(start["file"]).rows(start["row"], end["row"] - start["row"])
         except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{self._folder / start['file']} must be read again, but cannot be: {error}") from error
+            raise UserError(f"{self._folder / start['file']} must be read again, but cannot be: {error}") from error
         return Chunk(partition, start, end, rows)
 
     def close(self) -> None:
@@ -121,7 +123,7 @@ class DirectorySource:
 
     def _skip(self, name: str, error: Exception) -> None:
         if self._damaged == "stop":
-            raise ValueError(
+            raise UserError(
                 f"{self._folder / name} cannot be read: {error}. Remove it, or skip such files: online.damaged_files ="
                 ' "skip", in Python open_source(damaged="skip")'
             ) from error

@@ -3,8 +3,10 @@
 from typing import Literal
 from urllib.parse import parse_qsl, urlencode, urlunsplit
 
+from cowrec.errors import UserError
+from cowrec.urls import split_url, without_credentials
+
 from ..remote import local_path
-from ..urls import split_url, without_credentials
 from .brokers import KafkaSource, RedisSource
 from .directory import DirectorySource
 from .source import SampleSource
@@ -27,17 +29,17 @@ def open_source(address: str, *, damaged: Literal["stop", "skip"] = "stop") -> S
     if parts.scheme in ("redis", "rediss"):
         stream = options.pop("stream", "")
         if not stream:
-            raise ValueError(f"{shown}: must name a stream; add ?stream=NAME")
+            raise UserError(f"{shown}: must name a stream; add ?stream=NAME")
         return RedisSource(urlunsplit(parts._replace(query=urlencode(options))), stream)
     if parts.scheme == "kafka":
         topic = parts.path.strip("/")
         if "@" in parts.netloc:
-            raise ValueError(
+            raise UserError(
                 f"{shown}: give Kafka's user and password after a ?, as sasl.username=...&sasl.password=..."
             )
         if not parts.netloc or not topic or "/" in topic:
-            raise ValueError(f"{shown}: must be kafka://broker[,broker]/topic")
+            raise UserError(f"{shown}: must be kafka://broker[,broker]/topic")
         return KafkaSource(parts.netloc, topic, options)
     if parts.scheme not in ("", "file"):
-        raise ValueError(f"{shown}: must be a folder, redis:// or kafka://, got {parts.scheme}://")
+        raise UserError(f"{shown}: must be a folder, redis:// or kafka://, got {parts.scheme}://")
     return DirectorySource(local_path(address), damaged)

@@ -17,8 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from cowrec.errors import UserError
+from cowrec.files import durable_file, replace_file, sync_file, sync_folder, write_file
+
 from ..codec import TIME_COLUMN
-from ..files import durable_file, replace_file, sync_file, sync_folder, write_file
 from .reorder import ReorderBuffer
 
 POSITION_FILE, PENDING_FILE, RECENT_FILE = "position.json", "pending.arrow", "recent.arrow"
@@ -83,7 +85,7 @@ class Position:
             content = json.loads((folder / POSITION_FILE).read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 wanted = f"this version of cowrec reads {FORMAT}; resume with the version that wrote it"
-                raise ValueError(f"format {content['format']!r}, {wanted}, or start a new run")
+                raise UserError(f"format {content['format']!r}, {wanted}, or start a new run")
             waiting = ReorderBuffer()
             if content["waiting"]:
                 table = _read_table(folder / PENDING_FILE)
@@ -94,7 +96,7 @@ class Position:
                 recent=(_read_table(folder / RECENT_FILE)["id"].to_numpy(),),
             )
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-            raise ValueError(f"the stream's position in {folder} cannot be read: {error}") from error
+            raise UserError(f"the stream's position in {folder} cannot be read: {error}") from error
 
 
 def _write_table(path: Path, table: pa.Table) -> None:
@@ -142,7 +144,7 @@ class Journal:
         self._path, self._lock = path, threading.Lock()
         entries, size = _read(path)
         if entries and not min(entries) <= first <= max(entries) + 1:
-            raise ValueError(
+            raise UserError(
                 f"{path} has the entries {min(entries)} to {max(entries)}, but the position needs {first} on. "
                 "Use the position of the same run, or remove the journal to continue without it"
             )
@@ -207,7 +209,7 @@ def _read(path: Path) -> tuple[dict[int, Entry], int]:
         checksum, _, text = line.rstrip(b"\n").partition(b" ")
         if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
             if index < len(lines) - 1:
-                raise ValueError(f"{path}, line {index + 1} is damaged; remove the journal to continue without it")
+                raise UserError(f"{path}, line {index + 1} is damaged; remove the journal to continue without it")
             break
         content = json.loads(text)
         number = content.pop("number")

@@ -36,6 +36,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cowrec.errors import UserError
+
 from ..codec import BadSample, Encoded, SampleCodec, sample_block
 from ..dataset.sample_block import SampleBlock
 from ..dataset.schema import Schema
@@ -131,16 +133,16 @@ class SampleStream:
         position: Position | None = None,
     ) -> None:
         if fewest < 1 or batch_size < 2 * fewest - 1:
-            raise ValueError(
+            raise UserError(
                 f"batch_size must be at least {max(1, 2 * fewest - 1)}, for batches of {fewest} samples and more (2 for"
                 f" a network with batch normalisation), got {batch_size}"
             )
         if most_waiting < batch_size:
-            raise ValueError(f"most_waiting must be at least batch_size, got {most_waiting} and {batch_size}")
+            raise UserError(f"most_waiting must be at least batch_size, got {most_waiting} and {batch_size}")
         if min(lateness_seconds, duplicates_window, max_wait_seconds, ahead_seconds) < 0:
-            raise ValueError("lateness_seconds, duplicates_window, max_wait_seconds, ahead_seconds must be at least 0")
+            raise UserError("lateness_seconds, duplicates_window, max_wait_seconds, ahead_seconds must be at least 0")
         if late not in ("drop", "train"):
-            raise ValueError(f"late must be drop or train, got {late!r}")
+            raise UserError(f"late must be drop or train, got {late!r}")
         self._source, self._codec, self._ahead = source, codec, ahead_seconds
         self._logged, self._since, self._absent = 0, time.monotonic(), set[str]()
         self._batch_size, self._fewest, self._lateness, self._late = batch_size, fewest, lateness_seconds, late
@@ -150,7 +152,7 @@ class SampleStream:
             self.position = dataclasses.replace(self.position, ended=False)
         waiting, expected = self.position.waiting, self._no_samples().table.schema
         if len(waiting) and not waiting.table.schema.equals(expected):
-            raise ValueError("the position is of a stream with other fields; start without it")
+            raise UserError("the position is of a stream with other fields; start without it")
         self._recent = RecentIds(duplicates_window, np.concatenate(self.position.recent)) if duplicates_window else None
         self._journal = Journal(journal, self.position.entry) if journal is not None else None
         self._must_seek, self._last_arrival = True, time.monotonic()
@@ -252,7 +254,7 @@ class SampleStream:
         self._must_seek = True
         chunk = self._source.read(entry.partition, entry.start, entry.end)
         if len(chunk) != entry.samples:
-            raise ValueError(
+            raise UserError(
                 f"the journal has {entry.samples} samples from {entry.start} to {entry.end}, the source only "
                 f"{len(chunk)}: the batches since the last snapshot cannot be repeated. Remove the journal to continue"
             )

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cowrec.errors import UserError
+
 from ..parallel import available_cores
 from ..splitmix import GOLDEN, mix
 from .criteo_frequencies import CRITEO_FREQUENCIES, CRITEO_SIZES
@@ -40,7 +42,7 @@ class CriteoIds:
 
     def __init__(self, seed: int = 0, max_rows: int | None = None) -> None:
         if max_rows is not None and max_rows < 2:
-            raise ValueError(f"tables need at least 2 rows, got {max_rows}")
+            raise UserError(f"tables need at least 2 rows, got {max_rows}")
         self.table_rows = np.minimum(CRITEO_SIZES, max_rows or max(CRITEO_SIZES))
         self._keys = np.random.SeedSequence(seed).generate_state(len(CRITEO_SIZES), np.uint64)
         self._classes = [_alias_table(np.array(classes)) for classes in CRITEO_FREQUENCIES]

@@ -25,6 +25,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cowrec.errors import UserError
+
 from ..dataset.schema import LABEL, TIME, Schema
 from ..hashing import GOLDEN, mix, uniform
 from ..parallel import ordered_map
@@ -104,13 +106,13 @@ class DriftConfig:
         require(self, "in [0, 1]", lambda value: 0 <= value <= 1, "new_id_share")
         counts = list(zip(self.core_ids, self.new_ids_per_day, strict=False))
         if len(self.core_ids) != len(self.new_ids_per_day) or not counts:
-            raise ValueError(
+            raise UserError(
                 "core_ids and new_ids_per_day must have one number per field and at least one field, got "
                 f"{len(self.core_ids)} and {len(self.new_ids_per_day)}"
             )
         for field, (core, new_ids) in enumerate(counts, start=1):
             if min(core, new_ids) < 0 or core + new_ids < 1:
-                raise ValueError(f"field {field} must have core ids or new ids, got {core} and {new_ids} per day")
+                raise UserError(f"field {field} must have core ids or new ids, got {core} and {new_ids} per day")
 
     @property
     def fields(self) -> int:
@@ -248,7 +250,7 @@ def drift_config(data_dir: str | os.PathLike[str]) -> DriftConfig:
     """
     schema = Schema.load(data_dir)
     if schema.name != NAME:
-        raise ValueError(
+        raise UserError(
             f"{data_dir} must be a drifting data set, got {schema.name!r}; create one with cowrec synthesize --days"
         )
     settings = schema.settings["drift"]

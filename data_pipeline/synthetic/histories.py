@@ -18,6 +18,8 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
+from cowrec.errors import UserError
+
 from ..dataset.schema import LABEL, TIME, Schema
 from ..raw.layouts import RawField
 from .planted import PILOT, PILOT_ROWS, Draw, intercept_for, probability, raw_id_schema, require, write_following
@@ -63,7 +65,7 @@ class HistoryConfig:
         require(self, "above 0", lambda value: value > 0, "half_life")
         require(self, "between 0 and 1", lambda value: 0 < value < 1, "ctr")
         if self.items < self.groups:
-            raise ValueError(f"items must be at least groups = {self.groups}, got {self.items}")
+            raise UserError(f"items must be at least groups = {self.groups}, got {self.items}")
 
     @cached_property
     def intercept(self) -> float:

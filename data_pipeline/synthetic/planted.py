@@ -23,6 +23,8 @@ import numba
 import numpy as np
 import pyarrow as pa
 
+from cowrec.errors import UserError
+
 from ..dataset.schema import (
     LABEL,
     RESERVED_ROWS,
@@ -225,7 +227,7 @@ def require(config: object, wanted: str, holds: Callable[[float], bool], *names:
     for name in names:
         value = getattr(config, name)
         if not holds(value):
-            raise ValueError(f"{name} must be {wanted}, got {value}")
+            raise UserError(f"{name} must be {wanted}, got {value}")
 
 
 def auc(scores: np.ndarray, p: np.ndarray) -> float:
@@ -416,7 +418,7 @@ def write_following(
     `schema` is one of `raw_id_schema`; the ids that `drawn` gives as text become raw ids. Returns as `write_splits`.
     """
     if test_rows < 1:
-        raise ValueError(f"test_rows must be at least 1, got {test_rows}")
+        raise UserError(f"test_rows must be at least 1, got {test_rows}")
 
     def encoded(start: int, first: int, count: int) -> tuple[pa.Table, Draw]:
         table, draw = drawn(start + first, count)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from cowrec.errors import UserError
+
 from ..config import ModelConfig
 from ..front import Front, Sparse
 from ..layers import LogitKernel, Mlp
@@ -31,7 +33,7 @@ class DLRM(nn.Module):
         self.register_buffer("second", second, persistent=False)
         width = len(first) + (dim if has_dense else 0)
         if not width:
-            raise ValueError('model.name = "dlrm" needs two fields, or dense features, to multiply; the data have one')
+            raise UserError('model.name = "dlrm" needs two fields, or dense features, to multiply; the data have one')
         self.mlp = Mlp(width, config.hidden, config.dropout)
         self.output = LogitKernel(config.hidden[-1], bias=True)
 

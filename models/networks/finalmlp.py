@@ -6,6 +6,8 @@ Sizes: B samples, K = F * D + N width of the features, H heads.
 import torch
 from torch import Tensor, nn
 
+from cowrec.errors import UserError
+
 from ..config import ModelConfig
 from ..front import Front, Sparse
 from ..layers import LogitKernel, Mlp, glorot_normal
@@ -73,7 +75,7 @@ class FinalMlp(nn.Module):
         hidden = (config.hidden, second or config.hidden)
         for key, widths in zip(("model.hidden", "model.options.second"), hidden, strict=True):
             if widths[-1] % heads:
-                raise ValueError(
+                raise UserError(
                     f"model.options.heads = {heads} must divide the last width of {key} = {list(widths)}; change one"
                 )
         self.front = front

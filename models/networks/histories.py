@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cowrec.errors import UserError
+
 from ..front import Features, Front
 
 
@@ -48,7 +50,7 @@ def histories_of(front: Front, name: str) -> list[History]:
             places = [front.fields.index(part) for part in parts]
             found.append(History(parts, places, targets, len(sequence.keys)))
     if not found:
-        raise ValueError(
+        raise UserError(
             f'model.name = "{name}" needs a field of kind sequence that shares the table of a categorical field; add'
             " one to the schema file, with shares, or choose a network for fields without order"
         )
@@ -58,6 +60,6 @@ def histories_of(front: Front, name: str) -> list[History]:
 def require_heads(front: Front, heads: int) -> None:
     """Raises ValueError unless the embeddings can be split into so many heads."""
     if front.embedding_dim % heads:
-        raise ValueError(
+        raise UserError(
             f"model.options.heads = {heads} must divide model.embedding_dim = {front.embedding_dim}; change one"
         )

@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from cowrec.data_pipeline import RESERVED_ROWS, DenseField, Schema, SparseField
-from cowrec.data_pipeline.counts import parse_count
 from cowrec.data_pipeline.dataset.schema import LABEL, library_versions
 from cowrec.data_pipeline.synthetic.planted import Draw, intercept_for, probability, write_splits
+from cowrec.names import parse_count
 
 SIZES = (7, 12, 31, 24, 60, 100, 300, 300, 350, 350, 700, 1500, 2500, 4000, 5000, 6000, 7766)
 RANK, SKEW, CTR, ID_EFFECT, NUMBER_EFFECT, DAYS, DAY_EFFECT = 4, 0.9, 0.1, 0.12, 0.15, 365, 0.35

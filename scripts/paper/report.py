@@ -16,7 +16,7 @@ import torch
 from matplotlib.axes import Axes
 
 from cowrec.data_pipeline import Schema
-from cowrec.data_pipeline.counts import parse_count
+from cowrec.names import parse_count
 from cowrec.trainer.cli.flags import parse_list
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.runs.provenance import environment

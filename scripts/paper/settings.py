@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from cowrec.data_pipeline.counts import parse_count
-from cowrec.data_pipeline.files import replace_file
+from cowrec.files import replace_file
 from cowrec.models import MODELS
+from cowrec.names import parse_count
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer.cli.flags import parse_list
 

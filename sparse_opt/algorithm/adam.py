@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import inf, sqrt
 from typing import Literal, NamedTuple
 
+from cowrec.errors import UserError
+
 
 @dataclass(frozen=True)
 class FtrlConfig:
@@ -38,7 +40,7 @@ class FtrlConfig:
     def __post_init__(self) -> None:
         for key, value in (("alpha", self.alpha), ("beta", self.beta), ("batch_size", self.batch_size)):
             if not 0 < value < inf:
-                raise ValueError(f"ftrl {key} must be > 0 and finite, got {value!r}")
+                raise UserError(f"ftrl {key} must be > 0 and finite, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class AdamConfig:
             ("absent_rows", self.absent_rows, self.absent_rows in ("lazy", "dense", "replay")),
         ):
             if not fits:
-                raise ValueError(f"adam {key} is out of range, got {value!r}; see AdamConfig")
+                raise UserError(f"adam {key} is out of range, got {value!r}; see AdamConfig")
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class BetaHistory:
             ValueError: the betas of so early a step are no longer known.
         """
         if step < self.since:
-            raise ValueError(
+            raise UserError(
                 f"a collection is at step {step}, but reconfigure() has changed the settings after step {self.since};"
                 " give it as `after` a step that every collection has taken or will have loaded"
             )

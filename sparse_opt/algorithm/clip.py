@@ -12,6 +12,8 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cowrec.errors import UserError
+
 Scope = Literal["row", "field", "global"]
 """Rows whose gradients share one norm under a rule: a single row, a table's rows, or the rows of all tables."""
 
@@ -232,9 +234,9 @@ def clip_rows(grads: Tensor, weights: Tensor, counts: Tensor, rule: ClipRule) ->
         ValueError: the shapes do not match, or the rule bounds more than one row's norm.
     """
     if rule.scope != "row":
-        raise ValueError(f"clip.rule = {rule.name!r} bounds more than one row's norm; use clip_tables")
+        raise UserError(f"clip.rule = {rule.name!r} bounds more than one row's norm; use clip_tables")
     if grads.shape != weights.shape or grads.ndim != 2 or counts.shape != grads.shape[:1]:
-        raise ValueError(
+        raise UserError(
             f"clip_rows needs grads [U, D], weights [U, D] and counts [U], "
             f"got {list(grads.shape)}, {list(weights.shape)} and {list(counts.shape)}"
         )
@@ -276,4 +278,4 @@ def row_norms(rows: Tensor) -> Tensor:
 def _require(key: str, value: float, *, positive: bool) -> None:
     if not 0 <= value < inf or (positive and value == 0):
         least = "> 0" if positive else ">= 0"
-        raise ValueError(f'{key} must be {least} and finite, got {value}; to train unclipped set clip.rule = "none"')
+        raise UserError(f'{key} must be {least} and finite, got {value}; to train unclipped set clip.rule = "none"')

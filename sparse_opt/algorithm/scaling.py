@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 from math import expm1, inf, log, sqrt
 from typing import Any, Literal, get_args
 
+from cowrec.errors import UserError
+
 from .clip import CLIP_RULES, ClipRule, ConstantClip, ReferenceCowClip
 
 EmbeddingOptimizer = Literal["adam", "adagrad", "sgd"]
@@ -45,11 +47,11 @@ class Hyperparameters:
         for key in ("embedding_lr", "dense_lr", "l2", "weight_decay", "dense_weight_decay"):
             value = getattr(self, key)
             if not 0 <= value < inf:
-                raise ValueError(f"{key} must be >= 0 and finite, got {value}")
+                raise UserError(f"{key} must be >= 0 and finite, got {value}")
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
+            raise UserError(f"betas must be two numbers in [0, 1), got {self.betas}")
         if not 0 < self.eps < inf:
-            raise ValueError(f"eps must be > 0 and finite, got {self.eps}")
+            raise UserError(f"eps must be > 0 and finite, got {self.eps}")
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def scale_hyperparameters(
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
     if embedding not in get_args(EmbeddingOptimizer):
-        raise ValueError(f"embedding must be one of {', '.join(get_args(EmbeddingOptimizer))}, got {embedding!r}")
+        raise UserError(f"embedding must be one of {', '.join(get_args(EmbeddingOptimizer))}, got {embedding!r}")
     return base if s == 1 else _with_decay_of_samples(SCALING_RULES[rule].scale(base, s, embedding), base, s, rule)
 
 
@@ -187,7 +189,7 @@ def _ratio(lr: float, scaled: float) -> float:
 
 def _with_limits_times(factor: float, clip: ClipRule) -> ClipRule:
     if type(clip) not in CLIP_RULES.values():
-        raise ValueError(
+        raise UserError(
             f"scale_clip knows the values of CLIP_RULES only, got {clip!r}; scale it yourself: its limits become"
             f" {factor:g} times as large"
         )
@@ -202,10 +204,10 @@ def _with_limits_times(factor: float, clip: ClipRule) -> ClipRule:
 
 def _checked_scale(base_batch_size: int, batch_size: int, rule: str) -> float:
     if rule not in SCALING_RULES:
-        raise ValueError(f"scaling rule must be one of {', '.join(SCALING_RULES)}, got {rule!r}")
+        raise UserError(f"scaling rule must be one of {', '.join(SCALING_RULES)}, got {rule!r}")
     for key, value in (("base_batch_size", base_batch_size), ("batch_size", batch_size)):
         if value < 1:
-            raise ValueError(f"{key} must be at least 1, got {value}")
+            raise UserError(f"{key} must be at least 1, got {value}")
     return batch_size / base_batch_size
 
 

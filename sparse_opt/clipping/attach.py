@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from cowrec.errors import UserError
+
 from ..algorithm.clip import ClipRule
 from ..kernels.layout import LookupBackward, LookupBags
 from ..tbe.discovery import called_modules, raised_on_all_ranks
@@ -86,9 +88,9 @@ def attach_cowclip(
         RuntimeError: in a backward pass, a checked row has taken another update than the clip allows.
     """
     if not 0 <= l2 < inf:
-        raise ValueError(f"l2 must be >= 0 and finite, got {l2}")
+        raise UserError(f"l2 must be >= 0 and finite, got {l2}")
     if verify < 0:
-        raise ValueError(f"verify must be a number of steps, at least 0, got {verify}")
+        raise UserError(f"verify must be a number of steps, at least 0, got {verify}")
     loss_scale, rules = LossScale(grad_scaler), table_rules(model, rule, exclude)
     lookups = clipped_lookups(model, rules, clip_columns, skips_unclipped=l2 == 0, is_scaled=loss_scale.is_used)
     with raised_on_all_ranks(model):
@@ -122,12 +124,12 @@ def _require_single_id_bags(lookups: Sequence[ClippedLookup], clips_columns: boo
     if not any(each.lookup.shares_output_grads for each in lookups):
         return
     if l2 > 0:
-        raise ValueError(
+        raise UserError(
             f"l2 = {l2} under a stock fused optimizer needs single_id_bags=True (the ids of a bag share one output"
             " gradient, which cannot hold the L2 of several rows); for other bags use cowrec's EmbeddingAdam, or l2 = 0"
         )
     if clips_columns:
-        raise ValueError(
+        raise UserError(
             "clip_columns under a stock fused optimizer needs single_id_bags=True (a bag of several ids can only be"
             " scaled by complete rows); for other bags use cowrec's EmbeddingAdam, or clip all columns"
         )
@@ -141,7 +143,7 @@ def _require_float32_outputs(
     for lookup in (each.lookup for each in lookups if each.lookup.output_is_half):
         if l2 > 0 or (is_scaled and (single_id_bags or lookup.is_sequence)):
             small, other = ("a small L2", "l2 = 0, ") if l2 > 0 else ("that of the unscaled loss", "")
-            raise ValueError(
+            raise UserError(
                 f"table {lookup.shards[0].name!r} has outputs in half precision, whose gradient cannot hold {small};"
                 f" set output_dtype to float32, {other}or use cowrec's EmbeddingAdam"
             )
@@ -158,7 +160,7 @@ def _look_up(settings: _Settings, clipped: ClippedLookup, forward: Forward, inpu
         run, parameter = partial(clipped.in_torch.dense_gradient, l2=settings.l2), clipped.lookup.parameter
     elif clipped.accumulation.passes > 1:
         if clipped.lookup.output_is_half and loss_scale.is_used:
-            raise ValueError(
+            raise UserError(
                 f"table {clipped.lookup.shards[0].name!r} has outputs in half precision, whose gradient cannot hold"
                 " that of an unscaled loss over several passes; set output_dtype to float32, or accumulate(1)"
             )
@@ -276,9 +278,9 @@ def _require_single_ids(bags: LookupBags, id_weights: Tensor | None) -> None:
     if within.is_cuda:
         torch._assert_async(within, "a bag holds more than one id but CowClip was attached with single_id_bags=True")
     elif not within:
-        raise ValueError("a bag holds more than one id; attach CowClip with single_id_bags=False")
+        raise UserError("a bag holds more than one id; attach CowClip with single_id_bags=False")
     if id_weights is not None:
-        raise ValueError("the lookup has ids' weights or mean pooling; attach CowClip with single_id_bags=False")
+        raise UserError("the lookup has ids' weights or mean pooling; attach CowClip with single_id_bags=False")
 
 
 def _scalable_weights(given: Tensor | None, indices: Tensor) -> Tensor:

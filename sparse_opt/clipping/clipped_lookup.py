@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cowrec.errors import UserError
+
 from ..kernels.layout import LookupBackward
 from ..tbe.column_shards import ColumnShards, Groups, column_partners
 from ..tbe.lookup import BagsOfLookup, TbeLookup, layout_of
@@ -167,7 +169,7 @@ class Accumulation:
         if self.passes == 1:
             return backward
         if backward.output_grad.dim() == 1:
-            raise ValueError(
+            raise UserError(
                 "backward passes with a variable batch size per feature cannot be accumulated; take a step for each,"
                 " or give every feature the same batch size"
             )

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, compiler, nn
 from torch.amp import GradScaler
 
+from cowrec.errors import UserError
+
 from ..kernels.layout import LookupBackward, LookupBags, LookupIds
 from ..kernels.torch_rows import parts_of_positions
 from ..tbe.discovery import (
@@ -92,7 +94,7 @@ class LookupsHandle:
         """
         for scale in scales:
             if not 1e-7 <= scale <= 1e7:
-                raise ValueError(f"scales of limits must be in [1e-7, 1e7], got {scale}")
+                raise UserError(f"scales of limits must be in [1e-7, 1e7], got {scale}")
         return {name: own for each in self._lookups for name, own in each.statistics.shares_above(scales).items()}
 
     def reset_stats(self) -> None:
@@ -120,9 +122,9 @@ class LookupsHandle:
             ValueError: ``passes`` is below 1, or several under TorchRec's ITEP.
         """
         if passes < 1:
-            raise ValueError(f"accumulate takes at least 1 backward pass, got {passes}")
+            raise UserError(f"accumulate takes at least 1 backward pass, got {passes}")
         if passes > 1 and self._is_pruned:
-            raise ValueError(
+            raise UserError(
                 f"accumulate({passes}) would train rows that ITEP gives to other ids with the gradients of their"
                 " earlier ones, which wait; take a step for each pass"
             )
@@ -212,7 +214,7 @@ def waiting_passes(collection: ShardedCollection) -> int:
 def require_unattached(collections: Collection[ShardedCollection]) -> None:
     """Raises ValueError if a collection is attached already."""
     if any(map(attached_to, collections)):
-        raise ValueError(
+        raise UserError(
             "this model's tables are attached already; call remove() of the earlier handle first, or"
             " detach_cowclip(model)"
         )
@@ -327,7 +329,7 @@ def detach_cowclip(model: nn.Module) -> None:
 def _with_weights_of_means(inputs: Inputs) -> Inputs:
     """Adds the ids' weights 1/length, whose sum is a mean, to the inputs of a lookup."""
     if inputs.get("per_sample_weights") is not None:
-        raise ValueError("FBGEMM treats weighted ids with mean pooling differently on CPU and CUDA; use sum pooling")
+        raise UserError("FBGEMM treats weighted ids with mean pooling differently on CPU and CUDA; use sum pooling")
     indices, offsets = inputs["indices"], inputs["offsets"]
     bag = parts_of_positions(offsets, indices.numel())
     weights = (1.0 / (offsets[1:] - offsets[:-1]).float())[bag]

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cowrec.errors import UserError
+
 from ..kernels.layout import RowResults
 from ..kernels.torch_rows import RowGradients, RowSums
 from ..tbe.lookup import TableShard, TbeLookup
@@ -146,7 +148,7 @@ class ClipStatistics:
         """
         for shard, outside in zip(self._lookup.shards, values[3], strict=True):
             if outside:
-                raise ValueError(
+                raise UserError(
                     f"{outside:.0f} looked-up ids were outside table {shard.name!r}, which holds {shard.rows} rows"
                     " here; row 0 was trained for them. Map ids into [0, num_embeddings) before the lookup"
                 )

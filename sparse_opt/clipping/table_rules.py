@@ -2,11 +2,13 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from math import inf
 
 import torch
 from torch import nn
+
+from cowrec.errors import UserError
+from cowrec.names import hint
 
 from ..algorithm.clip import ClipRule, NoClip, Scope
 from ..kernels.layout import TableClips
@@ -74,7 +76,7 @@ def table_rules(model: nn.Module, rule: ClipRule | Mapping[str, ClipRule], exclu
     """
     known = all_table_names(model)
     if not known:
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} holds no TorchRec embedding tables; pass the DistributedModelParallel of a model"
             " with EmbeddingBagCollections"
         )
@@ -89,10 +91,10 @@ def table_rules(model: nn.Module, rule: ClipRule | Mapping[str, ClipRule], exclu
     named = {table: given[name] for table, name in named_tables(model, "rule", given.keys() - {OTHERS}).items()}
     excluded = named_tables(model, "exclude", exclude)
     for table in sorted(named.keys() & excluded.keys()):
-        raise ValueError(f"table {table!r} has a rule and is named in exclude; name it in one of them")
+        raise UserError(f"table {table!r} has a rule and is named in exclude; name it in one of them")
     others = sorted(known - named.keys() - excluded.keys())
     if others and OTHERS not in given:
-        raise ValueError(
+        raise UserError(
             f"the rules name none for table {others[0]!r}; name it, or give all others a rule as {OTHERS!r}"
         )
     default = given[OTHERS] if others else NoClip()
@@ -100,7 +102,7 @@ def table_rules(model: nn.Module, rule: ClipRule | Mapping[str, ClipRule], exclu
     first, *more = rules.limiting or [default]
     for each in more:
         if each.scope != first.scope or first.scope == "global":
-            raise ValueError(
+            raise UserError(
                 f"clip rules {first.name!r} and {each.name!r} cannot be mixed: the first bounds the norm of a"
                 f" {_SCOPES[first.scope]}, the second that of a {_SCOPES[each.scope]}; mix rules for rows, or rules for"
                 " tables"
@@ -132,9 +134,9 @@ def named_tables(model: nn.Module, argument: str, names: Iterable[str]) -> dict[
     named = {table: name for name in ordered for table in by_name.get(name, [name])}
     for name in named:
         if name not in known:
-            nearest = get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known: {', '.join(sorted(known))}"
-            raise ValueError(f"{argument} names table {name!r}, which the model does not have{hint}")
+            raise UserError(
+                f"{argument} names table {name!r}, which the model does not have; {hint(name, sorted(known))}"
+            )
     return named
 
 
@@ -196,7 +198,7 @@ class TableLimits:
 
 def _checked_columns(shard: TableShard, columns: int) -> int:
     if not 1 <= columns <= shard.table_dim:
-        raise ValueError(
+        raise UserError(
             f"clip_columns of table {shard.name!r} must be in [1, {shard.table_dim}], its width, got {columns}"
         )
     return columns

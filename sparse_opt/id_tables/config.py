@@ -6,6 +6,8 @@ from typing import Literal
 
 import numpy as np
 
+from cowrec.errors import UserError
+
 from .kernels.memory import DEPTH, FREE, LINE, MAX_COUNT, PANES
 
 
@@ -33,17 +35,17 @@ class Admission:
 
     def __post_init__(self) -> None:
         if self.kind not in ("none", "count", "probabilistic"):
-            raise ValueError(f'admission.kind must be "none", "count" or "probabilistic", got {self.kind!r}')
+            raise UserError(f'admission.kind must be "none", "count" or "probabilistic", got {self.kind!r}')
         if not 1 <= self.threshold <= MAX_COUNT:
-            raise ValueError(
+            raise UserError(
                 f"admission.threshold must be in [1, {MAX_COUNT}], where counters saturate, got {self.threshold}"
             )
         if self.kind != "count" and (self.window or self.counters):
-            raise ValueError(f'admission.window and counters belong to kind "count", got kind {self.kind!r}')
+            raise UserError(f'admission.window and counters belong to kind "count", got kind {self.kind!r}')
         if self.window < 0:
-            raise ValueError(f"admission.window must be >= 0 (0: occurrences never expire), got {self.window}")
+            raise UserError(f"admission.window must be >= 0 (0: occurrences never expire), got {self.window}")
         if self.kind == "count" and self.counters < LINE * DEPTH:
-            raise ValueError(
+            raise UserError(
                 f"admission.counters must be at least {LINE * DEPTH}, got {self.counters}; use several times the number"
                 " of distinct ids in the window"
             )
@@ -92,15 +94,15 @@ class IdTableConfig:
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
-            raise ValueError(f"capacity of an id table must be >= 1, got {self.capacity}")
+            raise UserError(f"capacity of an id table must be >= 1, got {self.capacity}")
         if not 1 <= len(self.features) < FREE:
-            raise ValueError(f"an id table serves 1 to {FREE - 1} features, got {len(self.features)}")
+            raise UserError(f"an id table serves 1 to {FREE - 1} features, got {len(self.features)}")
         if len(set(self.features)) < len(self.features):
-            raise ValueError(f"features of an id table must differ, got {list(self.features)}")
+            raise UserError(f"features of an id table must differ, got {list(self.features)}")
         if self.when_full not in ("oldest", "least_frequent", "refuse"):
-            raise ValueError(f'when_full must be "oldest", "least_frequent" or "refuse", got {self.when_full!r}')
+            raise UserError(f'when_full must be "oldest", "least_frequent" or "refuse", got {self.when_full!r}')
         if self.expire_after < 0:
-            raise ValueError(f"expire_after must be >= 0 seconds (0: ids never expire), got {self.expire_after}")
+            raise UserError(f"expire_after must be >= 0 seconds (0: ids never expire), got {self.expire_after}")
 
 
 TIME_LIMIT = 1 << 32

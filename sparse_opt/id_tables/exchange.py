@@ -10,6 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 
+from cowrec.errors import UserError
+
 from .kernels.assignment import segments_of_ids
 from .layout import IdLayout
 
@@ -59,7 +61,7 @@ class IdExchange:
         newest = -1 if problem or times is None or len(times) == 0 else int(times.max())
         if self.ranks == 1:
             if problem:
-                raise ValueError(problem)
+                raise UserError(problem)
             return OwnedIds(ids, splits, _NO_TIMES if times is None else times, newest)
         counts = np.zeros(self.ranks, np.int64)
         if not problem:
@@ -68,9 +70,9 @@ class IdExchange:
         header = self.all_gather(np.array([bool(problem), times is not None, newest, *counts]))
         wrong = header[:, 0].nonzero()[0]
         if len(wrong):
-            raise ValueError(problem or f"rank {wrong[0]} got a batch that cannot be translated; see its message")
+            raise UserError(problem or f"rank {wrong[0]} got a batch that cannot be translated; see its message")
         if header[:, 1].any() != header[:, 1].all():
-            raise ValueError("samples have times on some ranks only; pass times on all ranks or on none")
+            raise UserError("samples have times on some ranks only; pass times on all ranks or on none")
         self._counts = header[:, 3:]
         feature = np.repeat(np.arange(len(splits) - 1), np.diff(splits))[self._held]
         packed = feature << _TIME_BITS | (0 if times is None else times[self._held])

@@ -5,6 +5,8 @@ from hashlib import sha256
 
 import numpy as np
 
+from cowrec.errors import UserError
+
 from .config import IdTableConfig
 from .kernels.memory import (
     ADMIT_ALL,
@@ -63,7 +65,7 @@ class IdLayout:
         ranks: int,
     ) -> None:
         if ranks > max_segments:
-            raise ValueError(
+            raise UserError(
                 f"id tables need at least as many segments as ranks, got {max_segments} for {ranks} ranks; raise"
                 " max_segments"
             )
@@ -110,7 +112,7 @@ def _settings(named: tuple[str, IdTableConfig], segments: int, first_segment: in
     name, config = named
     capacity = -(-config.capacity // segments)
     if capacity >= 1 << 31:
-        raise ValueError(f"a segment of id table {name!r} would hold {capacity} ids, 2^31 or more; raise max_segments")
+        raise UserError(f"a segment of id table {name!r} would hold {capacity} ids, 2^31 or more; raise max_segments")
     admission = config.admission
     return (
         segments,
@@ -137,8 +139,8 @@ def _features(configs: Mapping[str, IdTableConfig], features: Sequence[str]) -> 
     for t, (name, config) in enumerate(configs.items()):
         for number, feature in enumerate(config.features):
             if feature in served:
-                raise ValueError(f"feature {feature!r} is served by id table {name!r} and by another; list it in one")
+                raise UserError(f"feature {feature!r} is served by id table {name!r} and by another; list it in one")
             if feature not in features:
-                raise ValueError(f"id table {name!r} serves feature {feature!r}, which is not one of {list(features)}")
+                raise UserError(f"id table {name!r} serves feature {feature!r}, which is not one of {list(features)}")
             served[feature] = (t, number)
     return np.array([served.get(feature, (-1, 0)) for feature in features], np.int64).reshape(-1, 2)

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from cowrec.errors import UserError
+
 from ..kernels.threads import in_threads
 from .config import IdTableConfig, id_error, time_error
 from .exchange import IdExchange, OwnedIds
@@ -135,7 +137,7 @@ class IdTables:
             ValueError: the tables do not fit the features or the segments, or several processes have no group.
         """
         if group is None and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
+            raise UserError(
                 f"IdTables of {dist.get_world_size()} processes need a group, else each gives the same rows to other"
                 ' ids; pass group=dist.new_group(backend="gloo"), or a group of one process for its own tables'
             )
@@ -293,7 +295,7 @@ class IdTables:
         """
         now, batch, unit, fingerprint = state["progress"].tolist()
         if fingerprint != self._layout.fingerprint:
-            raise ValueError(
+            raise UserError(
                 "the saved id tables differ from these in names, capacities, features, counters, windows or"
                 " max_segments; load them with the settings they were saved with"
             )
@@ -319,7 +321,7 @@ class IdTables:
     def _require_own_process(self) -> None:
         """Raises ValueError in another process, as a worker of a DataLoader, where a copy would go its own way."""
         if os.getpid() != self._process:
-            raise ValueError(
+            raise UserError(
                 f"these IdTables are a copy, in process {os.getpid()}, of those of process {self._process}, which would"
                 " not learn of its ids and rows; translate ids in a thread of the process that made the tables, not in"
                 " workers of a DataLoader"

@@ -18,6 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
+from cowrec.errors import UserError
+
 from ..algorithm.adam import AdamConfig
 from ..clipping.clipped_lookup import ClippedLookup
 from ..clipping.handle import refuse_copy
@@ -112,7 +114,7 @@ class CollectionAdam:
         """See :attr:`EmbeddingAdam.lr`."""
         rates = [group["lr"] for group in self.groups]
         if rates.count(rates[0]) < len(rates):
-            raise ValueError(
+            raise UserError(
                 f"param_groups of one collection have the learning rates {', '.join(f'{rate:g}' for rate in rates)},"
                 " and EmbeddingAdam trains its tables at one; set the same in all of them, and give single tables"
                 " another by lr_factors"
@@ -126,9 +128,9 @@ class CollectionAdam:
 
     def _checked_lr(self, value: float) -> float:
         if not 0 <= value < inf:
-            raise ValueError(f"EmbeddingAdam.lr must be >= 0 and finite, got {value}")
+            raise UserError(f"EmbeddingAdam.lr must be >= 0 and finite, got {value}")
         if self.history.is_replayed and value > self._largest_rate:
-            raise ValueError(
+            raise UserError(
                 f"EmbeddingAdam.lr = {value:g} is above {self._largest_rate:g}, the largest rate for which"
                 f" AdamConfig.lr = {self._config.lr:g} tells when a row is at rest; give AdamConfig the largest"
                 " learning rate of the schedule, and let the schedule begin below it"
@@ -351,7 +353,7 @@ class CollectionAdam:
         sharded_with = [each.lookup.initial_rate for each in self.lookups]
         for group in (group for _, each in self._fused for group in each.param_groups):
             if "initial_lr" in group or not any(isclose(group["lr"], rate, rel_tol=1e-6) for rate in sharded_with):
-                raise ValueError(
+                raise UserError(
                     f"a scheduler or a warm-up of model.fused_optimizer has set the learning rate {group['lr']:g}, not"
                     " from AdamConfig.lr; make EmbeddingAdam before it, right after DistributedModelParallel"
                 )
@@ -406,7 +408,7 @@ class CollectionAdam:
                 remedy = 'its rows may be behind: load it and the weights within as_stored(), under "replay"'
             elif LAST_STEP in missing and entries:
                 remedy = "it was taken outside of as_stored(): load it and the weights there"
-            raise ValueError(f"the optimizer's state has no {missing[0]!r} of {key!r}; {remedy}")
+            raise UserError(f"the optimizer's state has no {missing[0]!r} of {key!r}; {remedy}")
 
     def _catch_up_before(self, given: Any, own: Any) -> None:
         """Brings rows up to date before the moments that their missed steps need are replaced.
@@ -478,7 +480,7 @@ def _tensor_entry(key: str, name: str, own: Any, prepare: Callable[[Any, Any], N
         # Of the whole, and of the parts here. KeyedOptimizer would resize what is then no longer the table's memory.
         sizes, wanted = ([list(each.size()) for each in (of, *_held_here(of))] for of in (given, own))
         if sizes != wanted:
-            raise ValueError(
+            raise UserError(
                 f"the optimizer's state holds {name!r} of {key!r} in the sizes {sizes}, but the table has {wanted};"
                 " load it into a model with the same tables, sharded alike"
             )

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from cowrec.errors import UserError
+
 from ..algorithm.adam import AdamConfig
 from ..algorithm.clip import ClipRule, NoClip
 from ..clipping.clipped_lookup import ClippedLookup
@@ -99,7 +101,7 @@ class EmbeddingAdam(UpdatedInBackward):
         grad_scaler: GradScaler | None = None,
     ):
         if config.wide and clip_columns is None:
-            raise ValueError(
+            raise UserError(
                 "AdamConfig.wide is FTRL for the columns after clip_columns, but clip_columns is None; give the number"
                 " of leading columns that stay under Adam"
             )
@@ -117,7 +119,7 @@ class EmbeddingAdam(UpdatedInBackward):
         collections, called = sharded_collections(model), called_modules(model)
         require_unattached(called)
         for module in filter(is_pruned, called.values()):
-            raise ValueError(
+            raise UserError(
                 f"{type(module).__name__} (ITEP) gives rows to other ids, whose moments EmbeddingAdam would keep; use"
                 " attach_cowclip under a fused optimizer, or TorchRec's managed collision"
             )
@@ -250,7 +252,7 @@ class EmbeddingAdam(UpdatedInBackward):
             ("the clip rule", self._rules.kinds, rules.kinds),
         ):
             if now != given:
-                raise ValueError(f"{what} cannot change from {now!r} to {given!r}; make a new EmbeddingAdam")
+                raise UserError(f"{what} cannot change from {now!r} to {given!r}; make a new EmbeddingAdam")
         _require_rates(self._lr_factors, config)
         if config.absent_rows == "replay":
             require_replayable(rules, config, self._column_ranks)
@@ -329,9 +331,9 @@ def _require_rates(factors: Mapping[str, float], config: AdamConfig) -> None:
     """Raises ValueError for a factor out of range, or a rate under which weight decay would change signs."""
     for table, factor in factors.items():
         if not 0 <= factor < inf:
-            raise ValueError(f"lr_factors of table {table!r} must be at least 0 and finite, got {factor}")
+            raise UserError(f"lr_factors of table {table!r} must be at least 0 and finite, got {factor}")
         if config.lr * factor * config.weight_decay > 1:
-            raise ValueError(
+            raise UserError(
                 f"lr_factors gives table {table!r} the learning rate {config.lr * factor:g}, whose product with"
                 f" weight_decay = {config.weight_decay:g} must be at most 1; lower one of them"
             )

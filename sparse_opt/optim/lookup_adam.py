@@ -8,6 +8,8 @@ from threading import RLock
 import torch
 from torch import Tensor
 
+from cowrec.errors import UserError
+
 from ..algorithm.adam import AdamConfig, AdamScalars, adam_constants, ftrl_constants
 from ..clipping.clipped_lookup import ClippedLookup
 from ..clipping.handle import Forward, Inputs, LossScale, run_in_backward
@@ -35,7 +37,7 @@ def require_replaceable(lookups: Sequence[TbeLookup]) -> None:
     for lookup in lookups:
         name = lookup.shards[0].name
         if not lookup.is_plain_sgd:
-            raise ValueError(
+            raise UserError(
                 f"table {name!r} is under fused {lookup.module.optimizer.name}, whose update EmbeddingAdam would"
                 " bypass; shard it under EmbOptimType.EXACT_SGD"
             )
@@ -68,7 +70,7 @@ class LookupAdam:
         shards, weights = self.lookup.shards, self.lookup.flat_weights()
         self.replays = config.absent_rows == "replay"
         if self.replays and weights.dtype != torch.float32:
-            raise ValueError(
+            raise UserError(
                 f"replay computes missed steps in float32, but table {shards[0].name!r} is {weights.dtype}, which"
                 ' rounds in each step; make the table float32 or set absent_rows = "lazy"'
             )

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cowrec.errors import UserError
+
 from ..algorithm.adam import AdamConfig, AdamScalars, BetaHistory, adam_constants, adam_scalars
 from ..algorithm.clip import RowLimit
 from ..clipping.table_rules import TableRules
@@ -33,12 +35,12 @@ def require_replayable(rules: TableRules, config: AdamConfig, column_wise: Itera
     ``column_wise`` are the tables that are sharded column-wise.
     """
     if rules.scope != "row":
-        raise ValueError(
+        raise UserError(
             f"clip.rule = {rules.name!r} needs the norm of every row in every step, which absent_rows ="
             ' "replay" does not compute; set it to "lazy" (the rows of the batch alone) or "dense" (all rows)'
         )
     for table in sorted(each for each in column_wise if absent_clip_binds(rules.of(each).limit(1), config)):
-        raise ValueError(
+        raise UserError(
             f"table {table!r} is sharded column-wise, and an absent row's L2 may exceed its limit alone"
             f" (2 * l2 = {2 * config.l2:g} is not below clip.r), which needs the norm of all its columns in every"
             ' step that it missed; lower l2, shard the table row- or table-wise, or set absent_rows = "dense"'

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cowrec.errors import UserError
+
 from ..clipping.handle import attached_to, waiting_passes
 from ..clipping.table_rules import named_tables
 from ..id_tables.kernels.hashing import GOLDEN, mix
@@ -82,7 +84,7 @@ class RowInitializer:
         self._optimizer = optimizer
         self._columns = np.array([columns] * len(tables) if isinstance(columns, int) else columns)
         if len(self._columns) != len(tables):
-            raise ValueError(
+            raise UserError(
                 f"columns must be an int for all {len(tables)} tables, or a list with one for each, got {columns}"
             )
         self._std = std
@@ -102,13 +104,13 @@ class RowInitializer:
             lookups, refusals = find_lookups(model)
             for table in named:
                 if (reason := refusals.get(table, NO_ROWS)) != NO_ROWS:  # a rank without rows has none to reset
-                    raise ValueError(f"rows of table {table!r} cannot be reset for new ids: {reason}")
+                    raise UserError(f"rows of table {table!r} cannot be reset for new ids: {reason}")
             self._require_unchanged()
             pairs = [(lookup, adams.get(lookup.module)) for lookup in lookups]
             for lookup, adam in pairs:
                 for shard in lookup.shards:
                     if adam is None and lookup.has_dense_gradient and shard.name in named:
-                        raise ValueError(
+                        raise UserError(
                             f"table {shard.name!r} is data-parallel, and the rows of new ids would keep what its dense"
                             " optimizer knows of earlier ids; train it with EmbeddingAdam, or shard it otherwise"
                         )
@@ -136,33 +138,33 @@ class RowInitializer:
         """
         self._require_unchanged()
         if len(new_rows.table) and (last := int(new_rows.table.max())) >= len(self._tables):
-            raise ValueError(
+            raise UserError(
                 f"new_rows are of {last + 1} tables or more, but RowInitializer was given {len(self._tables)}: give it"
                 " the names of all tables of IdTables, in their order"
             )
         beyond = np.flatnonzero(new_rows.row >= np.array([rows for _, rows in self._tables])[new_rows.table])
         if len(beyond):
             table, rows = self._tables[new_rows.table[beyond[0]]]
-            raise ValueError(
+            raise UserError(
                 f"table {table!r} has {rows} rows, and a new id got row {new_rows.row[beyond[0]]}; make its"
                 f" num_embeddings IdTables.num_embeddings[{table!r}], which is more than the capacity"
             )
         if self._batch_waits and len(new_rows.row):
-            raise ValueError(
+            raise UserError(
                 "the rows of two batches were reset without a training forward between them: the first batch still"
                 " waits for its step, and may train rows that now belong to other ids; call reset(new_rows) immediately"
                 " before the forward of its own batch, however far ahead ids are translated (docs/id_tables.md). If"
                 " the first batch will never be trained, go on with a new RowInitializer"
             )
         if self._looked_up_ahead and len(new_rows.row):
-            raise ValueError(
+            raise UserError(
                 "a batch was looked up for training before the model was called, as TrainPipelineSemiSync and"
                 " embedding_lookup_stream of StagedTrainPipeline do: its new ids got the rows of earlier ones, which"
                 " are reset too late; use TrainPipelineSparseDist"
             )
         waiting = max(map(waiting_passes, self._made_with), default=0)
         if waiting >= COOLDOWN and len(new_rows.row):
-            raise ValueError(
+            raise UserError(
                 f"{waiting} backward passes wait for their step, and rows that were freed {COOLDOWN} batches ago may"
                 f" belong to ids of theirs; call accumulate with at most {COOLDOWN}, or use larger batches"
             )
@@ -184,13 +186,13 @@ class RowInitializer:
             trained_by = attached if isinstance(attached, EmbeddingAdam) else None
             if trained_by is not self._optimizer:
                 has, given = ("an", "another" if self._optimizer else "none") if trained_by else ("no", "one")
-                raise ValueError(
+                raise UserError(
                     f"table {table!r} is under {has} EmbeddingAdam, and RowInitializer was given {given}: new ids would"
                     " go on with the optimizer state of earlier ones; make RowInitializer with the EmbeddingAdam that"
                     " trains the table now, or with None under FBGEMM's fused optimizers"
                 )
             if lookup_modules(collection) != lookups:
-                raise ValueError(
+                raise UserError(
                     f"the lookups of table {table!r} were rebuilt after RowInitializer was made, as by"
                     " DistributedModelParallel.reshard, and it would reset rows of the old ones; make a new"
                     " RowInitializer, after EmbeddingAdam has been attached again"

@@ -28,6 +28,8 @@ from torchrec.distributed.types import ShardedModule, ShardingEnv2D, ShardingTyp
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
+from cowrec.errors import UserError
+
 from .lookup import (
     ShardedCollection,
     TbeLookup,
@@ -302,7 +304,7 @@ def raised_on_all_ranks(model: nn.Module) -> Iterator[None]:
             message = [str(error)]
             source = dist.get_global_rank(group, int(refusing) - 1)
             dist.broadcast_object_list(message, source, group=group)
-            error = error or ValueError(f"rank {source}: {message[0]}")
+            error = error or UserError(f"rank {source}: {message[0]}")
     if error:
         raise error
 

@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
+from cowrec.errors import UserError
+
 from ..kernels.layout import Blocks, LookupBags, LookupLayout
 
 ShardedCollection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
@@ -394,7 +396,7 @@ def sharded_like_weights(
             ]
             result[key] = _sharded_like(weight, parts, dtype, per_row)
         elif isinstance(weight, DTensor):
-            raise ValueError(
+            raise UserError(
                 f"table {key!r} is given out as a DTensor, of which the optimizer's state cannot be saved and loaded;"
                 " leave output_dtensor out of the ShardingEnv"
             )
@@ -473,7 +475,7 @@ class BagsOfLookup:
             ValueError: several lookups write into one output.
         """
         if inputs.get("vbe_output") is not None:
-            raise ValueError(
+            raise UserError(
                 "under a variable batch size per feature, tables that are looked up separately write into one output,"
                 " whose gradient cannot be told apart; give all tables of the collection the same pooling, data type"
                 " and fused_params, or one collection for each"
@@ -535,7 +537,7 @@ def raise_bad_id(lookup: TbeLookup, bad: Sequence[int], begins: np.ndarray, indi
     for offset in bad:
         if offset >= 0:
             shard = lookup.shards[int(np.searchsorted(begins, offset, side="right")) - 1]
-            raise ValueError(
+            raise UserError(
                 f"id {int(indices[offset])} is outside table {shard.name!r}, which holds {shard.rows} rows here; "
                 "map ids into [0, num_embeddings) before the lookup"
             )

@@ -3,10 +3,10 @@
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, SparseField, SynthesizeConfig, open_source, prepare
-from cowrec.data_pipeline.counts import parse_count
 from cowrec.data_pipeline.raw.layouts import load_schema_file
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig
+from cowrec.names import parse_count
 from refusal import refused
 
 SETTINGS = [

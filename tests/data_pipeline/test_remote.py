@@ -10,8 +10,8 @@ import pytest
 from commands.command_line import exit_code
 from cowrec.data_pipeline.remote import RemoteFolder, is_remote, local_path, open_filesystem, require_local
 from cowrec.data_pipeline.streams.open import open_source
-from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.publishing.target import open_target
+from cowrec.urls import without_credentials
 from refusal import refused
 from servers.s3_server import S3Server, s3_clients
 

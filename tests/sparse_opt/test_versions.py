@@ -56,7 +56,7 @@ NEWEST = MATCHED_SETS[0]
 INSTALLS_NEWEST = f"pip install torch=={NEWEST.torch} fbgemm-gpu-cpu=={NEWEST.fbgemm}"
 REFUSED: dict[str, list[str]] = {
     "torch 2.11.0+cu130, fbgemm-gpu 1.8.0, torchrec 1.6.1": [
-        "ImportError: cowrec needs torch, fbgemm and torchrec of one matched set, "
+        "UnmatchedVersions: cowrec needs torch, fbgemm and torchrec of one matched set, "
         "found torch 2.11.0+cu130, fbgemm-gpu 1.8.0, torchrec 1.6.1; install one with: "
         "pip install torch==2.11.0 fbgemm-gpu==1.6.0 && pip install --no-deps torchrec==1.6.1"
     ],
@@ -100,7 +100,9 @@ def test_an_untested_set_that_follows_the_rule_is_used_if_it_loads(tmp_path: Pat
     assert warning.count(f"UserWarning: cowrec was not tested with {found}; {installs}") == 1
     assert "Error" not in warning
     refusal = imported("torchrec.distributed.embeddingbag").strip().rpartition("\n")[2]
-    assert refusal.startswith(f"ImportError: cowrec was not tested with {found}, and cannot use them (import")
+    assert refusal.startswith(
+        f"cowrec.sparse_opt.versions.UnmatchedVersions: cowrec was not tested with {found}, and cannot use them (import"
+    )
     assert installs.replace("to install", "install").replace(": pip", " with: pip") in refusal
 
 

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cowrec.data_pipeline.files import naming_full_disk
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
+from cowrec.errors import UserError
+from cowrec.files import naming_full_disk
 
 from ..config.run import RunConfig
 from ..runs.provenance import environment
@@ -100,7 +101,7 @@ def _of_preset(preset: Preset, settings: Bench) -> list[Combination]:
     rows, found = [min(each, settings.max_rows or each) for each in preset.table_rows], []
     for size, precision, clip in product(settings.batch_sizes, settings.precisions, settings.clips):
         if size % launched_world_size():
-            raise ValueError(f"--batch-sizes {size} is not a multiple of the {launched_world_size()} processes")
+            raise UserError(f"--batch-sizes {size} is not a multiple of the {launched_world_size()} processes")
         config = preset.config(size, precision, clip, settings.device)
         about = {"mode": config.optimizer.embedding, "model": preset.name, "max_rows": settings.max_rows}
         arguments = (config, rows, settings.seconds)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
+from cowrec.errors import UserError
 from cowrec.models import ModelConfig, require_model
 from cowrec.sparse_opt import AdamConfig
 
@@ -54,9 +55,9 @@ class Bench:
         require("--epoch-share", self.epoch_share, 0 < self.epoch_share <= 40, "above 0 and at most 40")
         require("--seconds", self.seconds, 0 <= self.seconds < inf, "at least 0")
         if self.device == "cpu" and "tf32" in self.precisions:
-            raise ValueError("--precision tf32 exists on CUDA only; add --device cuda, or measure float32 or bfloat16")
+            raise UserError("--precision tf32 exists on CUDA only; add --device cuda, or measure float32 or bfloat16")
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda, but torch sees no GPU; measure with --device cpu or check the driver")
+            raise UserError("--device cuda, but torch sees no GPU; measure with --device cpu or check the driver")
 
     @property
     def samples(self) -> int:

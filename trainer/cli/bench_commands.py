@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from cowrec.errors import UserError
+
 from ..runtime.environment import launched_rank, launched_world_size
 from .flags import output_flag, parse_counts, parse_list, parse_table_rows
 
@@ -50,7 +52,7 @@ def bench(
 
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
-    from cowrec.data_pipeline.files import require_target
+    from cowrec.files import require_target
 
     from ..bench.bench import bench as run
     from ..bench.presets import PRESETS
@@ -63,7 +65,7 @@ def bench(
     shape = PRESETS.get(preset)
     _refuse_flags_of_criteo(context, preset)
     if launched_world_size() > 1 and not (shape and shape.takes_processes):
-        raise ValueError("bench starts its own processes; start it without torchrun")
+        raise UserError("bench starts its own processes; start it without torchrun")
     sizes = batch_sizes or (str(shape.batch_size * launched_world_size()) if shape else "1K,8K,64K")
     settings = Bench(
         parse_list(absent_rows),
@@ -79,7 +81,7 @@ def bench(
     if launched_rank() == 0:
         require_target(output)
         if output.is_file() and output.stat().st_size:
-            raise ValueError(f"{output} exists, with earlier measurements; choose another --output, or remove it")
+            raise UserError(f"{output} exists, with earlier measurements; choose another --output, or remove it")
     lines = run(settings, output, shape)
     if measured := [line for line in lines if "error" not in line]:
         print(f"{table(measured)}\n\n{output}")
@@ -91,4 +93,4 @@ def _refuse_flags_of_criteo(context: typer.Context, preset: str) -> None:
     for name in _OF_CRITEO_ALONE:
         source = context.get_parameter_source(name)
         if preset != "criteo" and source is not None and source.name != "DEFAULT":
-            raise ValueError(f"--{name.replace('_', '-')} has no meaning for --preset {preset}; leave it out")
+            raise UserError(f"--{name.replace('_', '-')} has no meaning for --preset {preset}; leave it out")

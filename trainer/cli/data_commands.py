@@ -13,6 +13,8 @@ import typer
 from tqdm import tqdm
 from typer.core import TyperCommand
 
+from cowrec.errors import UserError
+
 from .flags import count_flag, output_flag
 
 app = typer.Typer()
@@ -36,7 +38,7 @@ class _Prepare(TyperCommand):
             flag, _, value = argument.partition("=")
             key = flag.removeprefix("--").replace("-", "_")
             if flag.startswith("--") and key in settings:
-                raise ValueError(f"prepare has no {flag}; write --set prepare.{key}={value or 'VALUE'}")
+                raise UserError(f"prepare has no {flag}; write --set prepare.{key}={value or 'VALUE'}")
         return super().parse_args(ctx, list(_one_flag_per_input(args)))
 
 
@@ -66,7 +68,7 @@ def infer(
     Example: `cowrec schema infer clicks.csv --output columns.toml`
     """
     from cowrec.data_pipeline import infer_schema
-    from cowrec.data_pipeline.files import replace_file, require_target
+    from cowrec.files import replace_file, require_target
 
     if output is not None:
         require_target(output, new=True)
@@ -186,10 +188,10 @@ def synthesize(
 
     with _bar(rows + test_rows, " samples", "synthesize") as bar:
         if histories and days:
-            raise ValueError("--histories and --days are two models; leave one out")
+            raise UserError("--histories and --days are two models; leave one out")
         if (histories or days) and vocabulary_scale is not None:
             kind, flag = ("samples with histories", "--histories") if histories else ("drifting samples", "--days")
-            raise ValueError(f"--vocabulary-scale has no effect on {kind}; leave it out or {flag}")
+            raise UserError(f"--vocabulary-scale has no effect on {kind}; leave it out or {flag}")
         if histories:
             config = HistoryConfig(rows=rows, seed=seed)
             made = synthesize_histories(output, config, test_rows=test_rows, progress=bar.update)
@@ -223,9 +225,9 @@ def stream(
 
     Example: `cowrec stream data/drifting --to incoming --days 30 --rate 2000`
     """
-    from cowrec.data_pipeline.files import locked_folder
     from cowrec.data_pipeline.streams.directory import DirectorySink, send
     from cowrec.data_pipeline.synthetic.drifting import drift_config, drifting_tables
+    from cowrec.files import locked_folder
 
     from ..config.checks import require
 
@@ -255,7 +257,7 @@ def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
         apply_override(given, override)
     values = given.pop("prepare")
     if given:
-        raise ValueError(f"prepare takes --set prepare.key=value only, got section {', '.join(given)}")
+        raise UserError(f"prepare takes --set prepare.key=value only, got section {', '.join(given)}")
     if values.get("split", section.split) != section.split:
         # The file's sizes of splits belong to the file's kind of split.
         sizes = [f"{name}_{size}" for name in ("test", "validation") for size in ("fraction", "rows", "from")]

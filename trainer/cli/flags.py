@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cowrec.data_pipeline.counts import parse_count
+from cowrec.errors import UserError
+from cowrec.names import parse_count
 
 from ..runtime.environment import launched_world_size
 
@@ -50,7 +51,7 @@ def parse_range(flag: str, text: str) -> tuple[float, float] | None:
     try:
         low, high = map(float, parse_list(text))
     except ValueError:
-        raise ValueError(f"{flag} must be fixed or LOWEST,HIGHEST, such as 1e-5,1e-3; got {text!r}") from None
+        raise UserError(f"{flag} must be fixed or LOWEST,HIGHEST, such as 1e-5,1e-3; got {text!r}") from None
     return low, high
 
 
@@ -92,14 +93,14 @@ def load_run(config: Path, overrides: list[str] | None, data: str | None) -> tup
 
     loaded = load_config(config, overrides or ())
     if data is None and not loaded.data.dir:
-        raise ValueError("no data set: pass --data DIR or set data.dir in the TOML")
+        raise UserError("no data set: pass --data DIR or set data.dir in the TOML")
     return loaded, local_data(data or loaded.data.dir)
 
 
 def new_run_dir(config: Path, resume: bool) -> Path:
     """Default folder of a run. Raises ValueError if the run needs a named one."""
     if launched_world_size() > 1:
-        raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
+        raise UserError("pass --run-dir under torchrun, so that all processes agree on it")
     if resume:
-        raise ValueError("--resume continues a run; name it with --run-dir")
+        raise UserError("--resume continues a run; name it with --run-dir")
     return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from cowrec.errors import UserError
+
 from ..runtime.environment import launched_rank, show_log
 from .flags import LogForm, count_flag, output_flag
 
@@ -146,7 +148,7 @@ def serve(
         from ..serving.service import Limits
     except ModuleNotFoundError as error:
         remedy = "pip install 'cowrec[serve]'"
-        raise ImportError(f"serve requires {error.name}, which is not installed: {remedy}") from error
+        raise UserError(f"serve requires {error.name}, which is not installed: {remedy}") from error
 
     show_log(log_format, "%(asctime)s cowrec: %(message)s")
     limits = Limits(max_samples, timeout_ms)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from cowrec.errors import UserError
+
 from ..runtime.environment import launched_world_size
 from .flags import (
     Overrides,
@@ -49,7 +51,7 @@ def sweep(
     from ..sweep.sweep import sweep as run
 
     if launched_world_size() > 1:
-        raise ValueError("sweep starts its own processes; start it without torchrun")
+        raise UserError("sweep starts its own processes; start it without torchrun")
     loaded, data_dir = load_run(config, overrides, data)
     grid = Grid(
         parse_counts(batch_sizes, "--batch-sizes"),
@@ -100,11 +102,11 @@ def tune(
         from ..sweep.tune import tune as run
     except ModuleNotFoundError as error:
         remedy = "pip install 'cowrec[tune]'"
-        raise ImportError(f"tune requires {error.name}, which is not installed: {remedy}") from error
+        raise UserError(f"tune requires {error.name}, which is not installed: {remedy}") from error
     from ..sweep.results import VALUES, tune_table
 
     if launched_world_size() > 1:
-        raise ValueError("tune starts its own processes; start it without torchrun")
+        raise UserError("tune starts its own processes; start it without torchrun")
     texts = dict(zip(VALUES, (embedding_lr, dense_lr, l2), strict=True))
     ranges = {name: parse_range(f"--{name.replace('_', '-')}", text) for name, text in texts.items() if text}
     search = Search(batch_size, metric, ranges, validation_fraction, patience, prune, seed)
@@ -112,9 +114,7 @@ def tune(
     folder = output or Path("tunings") / config.stem
     found = run(loaded, data_dir, folder, search, trials)
     if found.best is None:
-        raise ValueError(
-            f"no trial is complete; the lines of {folder} say why; lower the ranges, or give more --trials"
-        )
+        raise UserError(f"no trial is complete; the lines of {folder} say why; lower the ranges, or give more --trials")
     print(f"{tune_table(found.lines, metric)}\n\n{folder / TUNED}")
     for message in hints(found.best, found.ranges, loaded.train.epochs):
         print(f"cowrec: {message}", file=sys.stderr)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from cowrec.errors import UserError
+
 from ..runtime.environment import launched_rank, show_log
 from .flags import (
     LogForm,
@@ -37,7 +39,7 @@ def init(
 
     Example: `cowrec config init --for criteo --output run.toml`
     """
-    from cowrec.data_pipeline.files import replace_file, require_target
+    from cowrec.files import replace_file, require_target
 
     from ..config.reference import run_file
 
@@ -131,14 +133,14 @@ def plot(
 
     Example: `cowrec plot runs/base runs/large --output comparison.png`
     """
-    from cowrec.data_pipeline.files import require_target
+    from cowrec.files import require_target
 
     from ..reports.run_curves import FORMATS, RunCurves, curves_table, plot_runs
     from ..runs.remote_run import local_copy
     from ..runs.run_dir import METRICS
 
     if output.suffix.lstrip(".") not in FORMATS:
-        raise ValueError(f"{output} must end in one of: {', '.join('.' + each for each in FORMATS)}")
+        raise UserError(f"{output} must end in one of: {', '.join('.' + each for each in FORMATS)}")
     require_target(output)
     names = [Path(run).name or Path(run).resolve().name for run in runs]
     labels = [name if names.count(name) == 1 else run for name, run in zip(names, runs, strict=True)]

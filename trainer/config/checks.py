@@ -1,15 +1,17 @@
-"""Checks that sections of a configuration share, and the hint that a message about an unknown name ends with."""
+"""Checks that sections of a configuration share."""
 
 from collections.abc import Collection, Sequence
-from difflib import get_close_matches
 from math import inf
 from typing import Any
+
+from cowrec.errors import UserError
+from cowrec.names import hint
 
 
 def require(key: str, value: Any, fits: bool, what: str) -> None:
     """Raises ValueError, with the key and the value, unless the value fits; ``what`` names those that do."""
     if not fits:
-        raise ValueError(f"{key} must be {what}, got {value!r}")
+        raise UserError(f"{key} must be {what}, got {value!r}")
 
 
 def require_at_least(section: str, config: Any, keys: str, least: int = 0) -> None:
@@ -21,26 +23,15 @@ def require_at_least(section: str, config: Any, keys: str, least: int = 0) -> No
         require(f"{section}.{key}", value, fits, f"at least {least}{finite}")
 
 
-def nearest_name(name: str, known: Collection[str]) -> str | None:
-    """The known name that is most like ``name``, or None if no name is."""
-    return next(iter(get_close_matches(name, known, n=1, cutoff=0.5)), None)
-
-
-def hint(name: str, known: Collection[str], otherwise: str = "known") -> str:
-    """``did you mean 'NEAREST'?``, or ``OTHERWISE: NAME, NAME, ...`` if no known name is like it."""
-    nearest = nearest_name(name, known)
-    return f"{otherwise}: {', '.join(known)}" if nearest is None else f"did you mean {nearest!r}?"
-
-
 def require_choices(flag: str, values: Sequence[Any], known: Collection[Any]) -> None:
     """Raises ValueError unless a flag has one value, or several different ones, all of which are known."""
     if unknown := [each for each in values if each not in known]:
-        raise ValueError(f"{flag} {unknown[0]!r} is not known; known: {', '.join(map(str, known))}")
+        raise UserError(f"{flag} {unknown[0]!r} is not known; known: {', '.join(map(str, known))}")
     if not values or len(set(values)) < len(values):
-        raise ValueError(f"{flag} needs one value or several different ones, got {list(values)}")
+        raise UserError(f"{flag} needs one value or several different ones, got {list(values)}")
 
 
 def require_known(key: str, value: str, known: Collection[str]) -> None:
     """Raises ValueError for a value of ``key`` that is not known."""
     if value not in known:
-        raise ValueError(f"{key} = {value!r} is not known; {hint(value, known)}")
+        raise UserError(f"{key} = {value!r} is not known; {hint(value, known)}")

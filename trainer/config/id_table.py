@@ -6,7 +6,10 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .checks import hint, require, require_at_least
+from cowrec.errors import UserError
+from cowrec.names import hint
+
+from .checks import require, require_at_least
 
 IdKind = Literal["rows", "hash", "collisionless"]
 AdmissionKind = Literal["none", "count", "probabilistic"]
@@ -75,14 +78,14 @@ class IdConfig:
             for each in ("window", "expire_after"):
                 seconds(getattr(own, each), f"{key}.{each}")
             if own.window and own.admission != "count":
-                raise ValueError(
+                raise UserError(
                     f'{key}.window = {own.window!r} has no meaning for {key}.admission = "{own.admission}"; set that to'
                     ' "count" or leave window out'
                 )
             if own.kind != "collisionless":
                 _refuse_without_meaning(key, self.tables[name] if name else self, own.kind)
             elif own.threshold > 1 and own.admission == "none":
-                raise ValueError(
+                raise UserError(
                     f'{key}.threshold = {own.threshold} has no meaning for {key}.admission = "none"; set that to'
                     ' "count" or "probabilistic", or leave threshold out'
                 )
@@ -109,9 +112,9 @@ class IdConfig:
                 if name not in known:
                     meant = hint(name, known, "sparse fields")
                     remedy = "" if own.fields else f" (fields that share a table are listed in {key}.fields)"
-                    raise ValueError(f"{key} names {name!r}, which is not a sparse field; {meant}{remedy}")
+                    raise UserError(f"{key} names {name!r}, which is not a sparse field; {meant}{remedy}")
                 if name in table_of:
-                    raise ValueError(f"{key} and id_table.tables.{table_of[name]} both name field {name!r}; drop one")
+                    raise UserError(f"{key} and id_table.tables.{table_of[name]} both name field {name!r}; drop one")
                 table_of[name] = table
         found: dict[str, tuple[str, ...]] = {}
         for name in known:
@@ -126,7 +129,7 @@ def seconds(text: str, key: str) -> int:
         return 0
     found = re.fullmatch(r"([1-9][0-9]*)\s*([smhdw])", text)
     if not found:
-        raise ValueError(f'{key} must be a whole number and a unit of s, m, h, d, w, such as "30d"; got {text!r}')
+        raise UserError(f'{key} must be a whole number and a unit of s, m, h, d, w, such as "30d"; got {text!r}')
     return int(found[1]) * _SECONDS[found[2]]
 
 
@@ -139,7 +142,7 @@ def _refuse_without_meaning(key: str, given: IdConfig | TableIds, kind: str) -> 
         value = getattr(given, name)
         if value not in (None, getattr(IdConfig, name)):
             other = '"hash" or "collisionless"' if name == "capacity" else '"collisionless"'
-            raise ValueError(
+            raise UserError(
                 f'{key}.{name} = {value!r} has no meaning for {key}.kind = "{kind}"; set it to {other} or leave {name}'
                 " out"
             )

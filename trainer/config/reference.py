@@ -12,7 +12,9 @@ from typing import Any
 
 import tomli_w
 
-from .checks import hint as hint_at
+from cowrec.errors import UserError
+from cowrec.names import hint as hint_at
+
 from .run import RunConfig
 
 OWN_DATA = "own-data"
@@ -83,7 +85,7 @@ def presets() -> list[str]:
 def run_file(preset: str = OWN_DATA) -> str:
     """The text of a run file. Raises ValueError if there is no such preset."""
     if preset not in presets():
-        raise ValueError(f"--for {preset!r} is not known; {hint_at(preset, presets())}")
+        raise UserError(f"--for {preset!r} is not known; {hint_at(preset, presets())}")
     above, values = _HEAD + "\n" + _OWN_DATA, dict[str, Any]()
     if preset != OWN_DATA:
         text = (_SHIPPED / f"{preset}.toml").read_text(encoding="utf-8")

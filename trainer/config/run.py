@@ -14,14 +14,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from cowrec.data_pipeline import PrepareConfig
-from cowrec.data_pipeline.counts import parse_count
-from cowrec.data_pipeline.files import replace_file
 from cowrec.data_pipeline.preparation.config import plain_value, prepared_with
+from cowrec.errors import UserError
+from cowrec.files import replace_file
 from cowrec.models import ModelConfig, loss_of, require_model
 from cowrec.models.own_code import is_import_path, require_beside, search_also
+from cowrec.names import nearest_name, parse_count
 from cowrec.sparse_opt import NoClip
 
-from .checks import nearest_name
 from .id_table import IdConfig
 from .sections import (
     AUTO_BATCH,
@@ -65,28 +65,28 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(RunConfig).items():
             if not isinstance(value := getattr(self, name), kind):
-                raise ValueError(f"RunConfig.{name} must be a {kind.__name__}, got {value!r}; {_TO_CHANGE}")
+                raise UserError(f"RunConfig.{name} must be a {kind.__name__}, got {value!r}; {_TO_CHANGE}")
         require_model(self.model)
         loss_of(self.train.loss, self.train.loss_options, tasks=0)
         if self.optimizer.embedding == "fbgemm_cowclip" and self.clip.rule != NoClip.name:
-            raise ValueError(
+            raise UserError(
                 f'optimizer.embedding = "fbgemm_cowclip" does its own clipping, not clip.rule = {self.clip.rule!r};'
                 ' set clip.rule = "none", or optimizer.embedding = "rowwise_adagrad"'
             )
         if self.train.batch_ramp and self.optimizer.embedding != "adam":
-            raise ValueError(
+            raise UserError(
                 f"train.batch_ramp = {self.train.batch_ramp} changes betas, eps and L2 between steps, but"
                 f" optimizer.embedding = {self.optimizer.embedding!r} keeps those that it was built with; set"
                 ' train.batch_ramp = 0, or optimizer.embedding = "adam"'
             )
         if self.train.patience and self.checkpoint.keep_best == "none":
-            raise ValueError(
+            raise UserError(
                 f"train.patience = {self.train.patience} needs the best epoch's checkpoint; set checkpoint.keep_best to"
                 ' "logloss" or "auc", which patience then looks at'
             )
         replays = self.optimizer.embedding == "adam" and self.optimizer.absent_rows in (None, "replay")
         if replays and self.clip.build().scope != "row":
-            raise ValueError(
+            raise UserError(
                 f"clip.rule = {self.clip.rule!r} needs the norm of every row at every step, but optimizer.absent_rows ="
                 " 'replay' computes absent rows later; set it to 'lazy' (rows of the batch) or 'dense' (all rows)"
             )
@@ -124,7 +124,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     if isinstance(config, RunConfig):
         return config
     blamed = [f"--set {override}" for override in _needed_for(config, overrides, outcome)]
-    raise ValueError(f"{', '.join(blamed) or path}: {config}")
+    raise UserError(f"{', '.join(blamed) or path}: {config}")
 
 
 def _names_own_code(sections: Mapping[str, Any]) -> bool:
@@ -140,13 +140,11 @@ def _read_toml(path: Path) -> str:
         tomllib.loads(text)
         return text
     except FileNotFoundError:
-        raise ValueError(
-            f"{path} does not exist; cowrec config init --output {path} writes one to begin with"
-        ) from None
+        raise UserError(f"{path} does not exist; cowrec config init --output {path} writes one to begin with") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
+        raise UserError(f"{path} is not TOML: {error}") from None
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def apply_override(sections: dict[str, Any], override: str) -> None:
@@ -158,7 +156,7 @@ def apply_override(sections: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     *tables, key = (part.strip() for part in path.split("."))
     if not equals or not tables or not all((*tables, key)):
-        raise ValueError(f"--set takes section.key=value, got {override!r}; for example --set train.batch_size=8192")
+        raise UserError(f"--set takes section.key=value, got {override!r}; for example --set train.batch_size=8192")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -167,7 +165,7 @@ def apply_override(sections: dict[str, Any], override: str) -> None:
     for depth, table in enumerate(tables, 1):
         values = values.setdefault(table, {})
         if not isinstance(values, dict):
-            raise ValueError(f"--set {override}: {'.'.join(tables[:depth])} = {values!r} in the file is not a section")
+            raise UserError(f"--set {override}: {'.'.join(tables[:depth])} = {values!r} in the file is not a section")
     values[key] = value
 
 
@@ -194,7 +192,7 @@ def checked_config(config: RunConfig) -> RunConfig:
     """The configuration as its file would be read, numpy's numbers as Python's. Raises ValueError for what is none, or
     has a value of a wrong type, as code may make one."""
     if not isinstance(config, RunConfig):
-        raise ValueError(f"config must be a RunConfig, got {config!r}; {_TO_CHANGE}")
+        raise UserError(f"config must be a RunConfig, got {config!r}; {_TO_CHANGE}")
     return config_from(to_plain(config))
 
 
@@ -330,8 +328,8 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
         if isinstance(cause, ValueError):
             # The message of a section's own check, which may lack the section's name.
             named = not key or f"{key}." in str(cause)
-            raise ValueError(str(cause) if named else f"[{key}] {cause}") from None
-        raise ValueError(f"{key} = {first['input']!r}: {wanted}") from None
+            raise UserError(str(cause) if named else f"[{key}] {cause}") from None
+        raise UserError(f"{key} = {first['input']!r}: {wanted}") from None
 
 
 def _with_counts(hint: Any, value: Any, key: str = "") -> Any:
@@ -343,11 +341,11 @@ def _with_counts(hint: Any, value: Any, key: str = "") -> Any:
     prefix = f"{key}." if key else ""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise ValueError(f"{key} = {value!r} must be a section; write {key}.KEY = VALUE")
+            raise UserError(f"{key} = {value!r} must be a section; write {key}.KEY = VALUE")
         hints = get_type_hints(hint)
         for name, each in value.items():
             if name not in hints:
-                raise ValueError(f"unknown key {prefix}{name} (= {each!r}); {_nearest_keys(name, hints, prefix)}")
+                raise UserError(f"unknown key {prefix}{name} (= {each!r}); {_nearest_keys(name, hints, prefix)}")
         return {name: _with_counts(hints[name], each, prefix + name) for name, each in value.items()}
     if isinstance(value, Mapping) and get_origin(hint) is dict:
         return {name: _with_counts(get_args(hint)[1], each, prefix + name) for name, each in value.items()}

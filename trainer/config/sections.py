@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
+from cowrec.errors import UserError
 from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule, NoClip
 
 from .checks import require, require_at_least, require_known
@@ -103,7 +104,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_at_least("train", self, "log_seconds batch_ramp patience")
         if self.batch_ramp and self.on_nonfinite == "skip":
-            raise ValueError(
+            raise UserError(
                 f'train.batch_ramp = {self.batch_ramp} needs train.on_nonfinite = "stop": a batch that is skipped is no'
                 " step, and batches of the next size would train with the settings of the one before"
             )
@@ -270,23 +271,23 @@ class OptimizerConfig:
         require("optimizer.eps", self.eps, 0 < self.eps < inf, "above 0")
         require("optimizer.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         if self.embedding != "adam" and self.absent_rows not in (None, "lazy"):
-            raise ValueError(
+            raise UserError(
                 f'optimizer.absent_rows = "{self.absent_rows}" needs optimizer.embedding = "adam", got'
                 f" {self.embedding!r}: FBGEMM's fused optimizers move the rows of the batch alone; leave it out or"
                 " change the optimizer"
             )
         if self.embedding != "adam" and self.wide == "ftrl":
-            raise ValueError(
+            raise UserError(
                 f'optimizer.wide = "ftrl" needs optimizer.embedding = "adam", got {self.embedding!r}: FBGEMM\'s fused'
                 " optimizers update the wide weight with its row; leave it out or change the optimizer"
             )
         if self.wide != "ftrl" and self.wide_alpha != OptimizerConfig.wide_alpha:
-            raise ValueError(
+            raise UserError(
                 f'optimizer.wide_alpha = {self.wide_alpha} has no meaning for optimizer.wide = "{self.wide}"; set that'
                 ' to "ftrl", or leave the rate out'
             )
         if self.embedding != "adam" and self.weight_decay:
-            raise ValueError(
+            raise UserError(
                 f'optimizer.weight_decay = {self.weight_decay} needs optimizer.embedding = "adam", got'
                 f" {self.embedding!r}; use optimizer.l2, or change the optimizer"
             )
@@ -325,10 +326,10 @@ class ClipConfig:
         for key, value in given.items():
             if key not in known:
                 takes = f"it takes {', '.join(sorted(known))}" if known else "it takes no values"
-                raise ValueError(f"clip.{key} = {value} has no meaning for clip.rule = {self.rule!r}; {takes}")
+                raise UserError(f"clip.{key} = {value} has no meaning for clip.rule = {self.rule!r}; {takes}")
         for each in dataclasses.fields(kind):
             if each.default is dataclasses.MISSING and each.name not in given:
-                raise ValueError(f"clip.rule = {self.rule!r} needs clip.{each.name}")
+                raise UserError(f"clip.rule = {self.rule!r} needs clip.{each.name}")
         return kind(**given)
 
 
@@ -388,7 +389,7 @@ class OnlineConfig:
         require_at_least("online", self, "duplicates_window metrics_file_bytes max_wait_seconds snapshot_seconds")
         require_at_least("online", self, "report_seconds publish_seconds dense_seconds")
         if self.keep_full_versions < 2:
-            raise ValueError(
+            raise UserError(
                 f"online.keep_full_versions must be at least 2, got {self.keep_full_versions}: a server that is behind"
                 " needs the last but one"
             )

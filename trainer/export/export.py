@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from cowrec.data_pipeline import RESERVED_ROWS, Schema
 from cowrec.data_pipeline.dataset.schema import library_versions
 from cowrec.data_pipeline.dataset.shards import new_folder
-from cowrec.data_pipeline.files import write_file
 from cowrec.data_pipeline.remote import Place
+from cowrec.errors import UserError
+from cowrec.files import write_file
 from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.models.own_code import is_import_path
 from cowrec.sparse_opt import IdTables
@@ -76,7 +77,7 @@ def export_run(
         OSError: the disk is full; no file is left behind.
     """
     if launched_world_size() > 1:
-        raise ValueError("export supports a single process only; start it without torchrun")
+        raise UserError("export supports a single process only; start it without torchrun")
     run_dir = local_copy(run_dir, "run")
     config, schema = run_of(run_dir)
     with process_group(config.train.device) as process:
@@ -199,7 +200,7 @@ def exported_network(network: nn.Module, config: ModelConfig, schema: Schema) ->
         if not is_import_path(config.name):
             raise
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
+        raise UserError(
             f'model.name = "{config.name}" cannot be exported by torch.export ({type(error).__name__}: {reason}); its'
             " forward must not depend on the values of tensors or the number of samples, other than by operations on"
             " tensors"

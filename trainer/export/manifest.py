@@ -22,8 +22,9 @@ from torch import Tensor
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import vocabulary_file
 from cowrec.data_pipeline.encoding import one_array
-from cowrec.data_pipeline.files import write_file
 from cowrec.data_pipeline.hashing import string_buffers
+from cowrec.errors import UserError
+from cowrec.files import write_file
 from cowrec.models import ModelConfig
 
 from ..runs.own_code import OwnCode
@@ -94,22 +95,22 @@ class Manifest:
         try:
             content = json.loads(path.read_bytes())
         except FileNotFoundError:
-            raise ValueError(
+            raise UserError(
                 f"{folder} is not an export: it has no {MANIFEST}; cowrec export RUN --output EXPORT makes one"
             ) from None
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read ({error}); export the model again") from error
+            raise UserError(f"{path} cannot be read ({error}); export the model again") from error
         version = content.get("format") if isinstance(content, dict) else None
         if version != FORMAT:
-            raise ValueError(f"{path} has format {version!r}, but this cowrec reads {FORMAT}; export the model again")
+            raise UserError(f"{path} has format {version!r}, but this cowrec reads {FORMAT}; export the model again")
         try:
             manifest = TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
-            raise ValueError(f"{path} is invalid ({place}: {first['msg']}); export the model again") from error
+            raise UserError(f"{path} is invalid ({place}: {first['msg']}); export the model again") from error
         if found := damage(folder, manifest.files):
-            raise ValueError(f"{folder} is damaged: {found}; export the model again")
+            raise UserError(f"{folder} is damaged: {found}; export the model again")
         return manifest
 
 
@@ -158,12 +159,12 @@ def quantise(rows: Tensor, precision: Precision) -> dict[str, Tensor]:
     if precision == "float16":
         stored = rows.half()
         if not stored.isfinite().all():
-            raise ValueError(
+            raise UserError(
                 f"a weight of {rows.abs().max().item():g} exceeds the largest float16, 65504; export in float32"
             )
         return {"rows": stored.contiguous()}
     if not rows.isfinite().all():
-        raise ValueError("a weight is not finite and cannot be stored as int8; export in float32")
+        raise UserError("a weight is not finite and cannot be stored as int8; export in float32")
     scale = rows.abs().amax(1) / _MAX_INT8 if rows.numel() else rows.new_zeros(len(rows))
     rounded = (rows / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().clamp(-_MAX_INT8, _MAX_INT8)
     return {"rows": rounded.to(torch.int8).contiguous(), "scale": scale}

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from cowrec.errors import UserError
+
 BINS = 20
 
 
@@ -214,7 +216,7 @@ def require_distinct_measures(labels: Sequence[str]) -> None:
     for name, count in Counter([*own, *report, *of_labels]).items():
         if count > 1:
             taken = [label for label in labels if name.endswith(f"_{label}")]
-            raise ValueError(
+            raise UserError(
                 f"the measure {name!r} of label {min(taken, key=len)!r} would have the name of another one; give the"
                 " label another name in the schema file, with the raw name as `column`, and prepare the data again"
             )

@@ -19,6 +19,7 @@ from cowrec.data_pipeline import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, Sche
 from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, TIME, vocabulary_file
 from cowrec.data_pipeline.dataset.shards import read_columns
 from cowrec.data_pipeline.reading.id_counts import log_id_counts
+from cowrec.errors import UserError
 
 from .quality import Samples, group_aucs, measure
 
@@ -147,11 +148,11 @@ def _sparse_field(schema: Schema, column: str, data_dir: Path) -> SparseField:
             return field
     known = ", ".join(dict.fromkeys([*(each.name for each in schema.sparse), *schema.kept])) or "none"
     if column in (each.name for each in schema.dense):
-        raise ValueError(
+        raise UserError(
             f"{column!r} of {data_dir} is a number, by which samples cannot be grouped; prepare it in"
             f" buckets, or choose one of: {known}"
         )
-    raise ValueError(f"{data_dir} has no field or kept column {column!r} to group by; there are: {known}")
+    raise UserError(f"{data_dir} has no field or kept column {column!r} to group by; there are: {known}")
 
 
 def _id_names(data_dir: Path, field: SparseField, ids: np.ndarray) -> list[str]:

@@ -30,9 +30,10 @@ from cowrec.data_pipeline import (
     open_source,
 )
 from cowrec.data_pipeline.codec import ID_COLUMN, sample_block
-from cowrec.data_pipeline.files import replacing
 from cowrec.data_pipeline.streams.position import POSITION_FILE
-from cowrec.data_pipeline.urls import without_credentials
+from cowrec.errors import UserError
+from cowrec.files import replacing
+from cowrec.urls import without_credentials
 
 from ..config.id_table import seconds
 from ..config.run import RunConfig, checked_config, load_config, with_defaults, with_values
@@ -82,13 +83,13 @@ def online(
     """
     config = checked_config(config)
     if config.train.batch_ramp:
-        raise ValueError(
+        raise UserError(
             f"train.batch_ramp = {config.train.batch_ramp} is for the first epoch of a data set, and a stream has none;"
             " add --set train.batch_ramp=0"
         )
     if config.train.accumulation > 1:
         given = f"train.accumulation = {config.train.accumulation}"
-        raise ValueError(f"{given} is for data sets, not for streams; add --set train.accumulation=1")
+        raise UserError(f"{given} is for data sets, not for streams; add --set train.accumulation=1")
     size = config.train.batch_size if config.train.batch_size > 0 else config.optimizer.base_batch_size
     config = with_values(config, data={"dir": str(data_dir)}, train={"batch_size": size})
     begun = load_config(run_dir / CONFIG) if resume and (run_dir / CONFIG).is_file() else None
@@ -225,7 +226,7 @@ class _OnlineRun:
 
         def load() -> None:
             if not (path / POSITION_FILE).exists():
-                raise ValueError(
+                raise UserError(
                     f"{path} has no position in a stream: it is of a run of cowrec train; give online a new --run-dir,"
                     f" and begin from these weights by --set train.warm_start={self.run_dir}"
                 )

@@ -19,6 +19,7 @@ from cowrec.data_pipeline import SampleStream, StreamBatch
 from cowrec.data_pipeline.codec import TIME_COLUMN
 from cowrec.data_pipeline.dataset.schema import LABEL
 from cowrec.data_pipeline.streams.position import LEFT_OUT
+from cowrec.errors import UserError
 
 from ..config.id_table import seconds
 from ..measures.quality import Samples, measure
@@ -283,7 +284,7 @@ def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
         from prometheus_client import CollectorRegistry, start_http_server
         from prometheus_client.registry import Collector
     except ImportError as error:
-        raise ValueError("online.metrics_port needs prometheus_client; pip install 'cowrec[online]'") from error
+        raise UserError("online.metrics_port needs prometheus_client; pip install 'cowrec[online]'") from error
 
     class Values(Collector):
         def collect(self) -> Iterator["Metric"]:

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
+from cowrec.errors import UserError
+
 FORMAT = 1
 MAGIC = b"cowrec-published"  # its length keeps the tensors aligned
 _DENSE = "dense/"
@@ -42,11 +44,11 @@ class _About(BaseModel):
     sample_time: _Number | None
 
 
-class DamagedBlob(ValueError):
+class DamagedBlob(UserError):
     """Raised for bytes that differ from what was published."""
 
 
-class OtherFormat(ValueError):
+class OtherFormat(UserError):
     """Raised for bytes of another version of cowrec."""
 
 
@@ -73,11 +75,9 @@ class TableChange:
         arrays = [(self.ids, n), (self.deleted, m), (self.feature, n), (self.deleted_feature, m)]
         valid = all(each is None or (each.dtype == np.int64 and each.shape == (size,)) for each, size in arrays)
         if (self.feature is None) != (self.deleted_feature is None):
-            raise ValueError(
-                "a table that several fields share needs feature and deleted_feature, got only one of them"
-            )
+            raise UserError("a table that several fields share needs feature and deleted_feature, got only one of them")
         if not valid or self.rows.dtype != np.float32 or self.rows.ndim != 2 or len(self.rows) != n:
-            raise ValueError(
+            raise UserError(
                 f"a TableChange needs int64 ids [n] and float32 rows [n, P], got {self.ids.dtype} {self.ids.shape} and"
                 f" {self.rows.dtype} {self.rows.shape}"
             )
@@ -142,7 +142,7 @@ def encode(blob: Blob) -> bytes:
     tensors: dict[str, NDArray[Any]] = {_DENSE + name: value for name, value in blob.change.dense.items()}
     for name, table in blob.change.tables.items():
         if name.startswith(_DENSE):
-            raise ValueError(
+            raise UserError(
                 f'table {name!r} cannot be published: names that begin with "{_DENSE}" are those of dense weights'
             )
         parts = {key: getattr(table, key) for key in ("ids", "rows", "deleted", "feature", "deleted_feature")}

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from cowrec.data_pipeline.urls import without_credentials
+from cowrec.urls import without_credentials
 
 from .blob import Blob, DamagedBlob, Kind, decode
 from .target import DEADLINE, Target, open_target

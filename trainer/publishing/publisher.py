@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from cowrec.data_pipeline.files import NO_SPACE
+from cowrec.files import NO_SPACE
 
 from .blob import Blob, Change, Kind, decode, encode, joined, merged
 from .target import DEADLINE, LEASE, Target

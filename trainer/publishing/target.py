@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlencode, urlunsplit
 
-from cowrec.data_pipeline.files import locked_folder, replace_file
+from cowrec.data_pipeline.redis_client import is_refusal, open_redis
 from cowrec.data_pipeline.remote import RemoteFolder, is_remote, local_path
-from cowrec.data_pipeline.urls import is_refusal, open_redis, split_url
+from cowrec.errors import UserError
+from cowrec.files import locked_folder, replace_file
+from cowrec.urls import split_url
 
 from .blob import Kind
 
@@ -77,7 +79,7 @@ def open_target(url: str, *, publishing: bool = False) -> Target:
     try:
         is_remote(url)
     except ValueError as error:
-        raise ValueError(f"publication target {error}, or redis://HOST:PORT/DB?name=NAME") from None
+        raise UserError(f"publication target {error}, or redis://HOST:PORT/DB?name=NAME") from None
     return FolderTarget(url, publishing=publishing)
 
 
@@ -248,10 +250,10 @@ class RedisTarget:
                 return self.keep()
             except LeaseHeld as error:
                 if time.monotonic() > deadline:
-                    raise ValueError(f"Redis: {error}") from None
+                    raise UserError(f"Redis: {error}") from None
             except OSError as error:
                 if is_refusal(error.__cause__):
-                    raise ValueError(f"{error}; correct the user and the password of the address") from None
+                    raise UserError(f"{error}; correct the user and the password of the address") from None
                 return
             time.sleep(LEASE / 30)
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from cowrec.data_pipeline.urls import without_credentials
+from cowrec.errors import UserError
+from cowrec.urls import without_credentials
 
 from .blob import Blob, Change, DamagedBlob, Kind, OtherFormat, encode, joined, merged
 from .follower import decode_as
@@ -71,14 +72,14 @@ def republish(url: str, version: int) -> int:
     if chain is None:
         can = _ranges(reachable(listed))
         problem = next((each.problem for each in reversed(listed) if each.problem), "wait for the next full one")
-        raise ValueError(
+        raise UserError(
             f"version {version} of {without_credentials(url)} cannot be published again: it, or one that it is based"
             f" on, is damaged or not there; {f'choose one of {can}' if can else f'no version can be: {problem}'}"
         )
     try:
         target = open_target(url, publishing=True)
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             f"{error}; stop the trainer first, as its next version would replace version {version} at once"
         ) from error
     with closing(target):
@@ -106,7 +107,7 @@ def _listed(target: Target, url: str) -> list[ListedVersion]:
         without = replace(blob, change=Change(blob.change.step, blob.change.sample_time, {}))
         found.append(ListedVersion(version, kind, len(content), without))
     if not found:
-        raise ValueError(f"{without_credentials(url)} has no version; check the path or URL, or wait for the first one")
+        raise UserError(f"{without_credentials(url)} has no version; check the path or URL, or wait for the first one")
     return found
 
 

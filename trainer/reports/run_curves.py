@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from cowrec.data_pipeline.files import naming_full_disk, read_lines
+from cowrec.errors import UserError
+from cowrec.files import naming_full_disk, read_lines
 
 from .plotting import plt
 from .text_table import aligned, number_text
@@ -46,12 +47,12 @@ class RunCurves:
         try:
             lines = [json.loads(line) for line in read_lines(metrics)]
         except FileNotFoundError:
-            raise ValueError(f"{metrics} does not exist; pass the --run-dir of a cowrec train") from None
+            raise UserError(f"{metrics} does not exist; pass the --run-dir of a cowrec train") from None
         except ValueError as error:
-            raise ValueError(f"{metrics} is damaged: {error}") from None
+            raise UserError(f"{metrics} is damaged: {error}") from None
         of_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "test", "clip")}
         if not of_kind["train"]:
-            raise ValueError(f"{metrics} has no training step yet; wait for the run's first metrics")
+            raise UserError(f"{metrics} has no training step yet; wait for the run's first metrics")
         tested = {line["epoch"]: line for line in of_kind["test"]}
         epochs = [tested.get(line["epoch"], {}) | line for line in of_kind["eval"]]
         return RunCurves(name, of_kind["train"], epochs, of_kind["clip"])

@@ -35,8 +35,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.futures import Future as TorchFuture
 
-from cowrec.data_pipeline.files import sync_folder, write_file
 from cowrec.data_pipeline.parallel import available_cores
+from cowrec.errors import UserError
+from cowrec.files import sync_folder, write_file
 
 from ..config.sections import CheckpointConfig
 from ..runtime.processes import Process, from_first, on_first
@@ -64,7 +65,7 @@ Fetch = Callable[[Path, Collection[str]], None]
 logger = logging.getLogger(__name__)
 
 
-class Damaged(ValueError):
+class Damaged(UserError):
     """Error for a checkpoint that cannot be used; the message names it and the reason."""
 
 
@@ -239,7 +240,7 @@ class Checkpoints:
 
         def check() -> None:
             if self._failure:
-                raise ValueError(f"{self._failure}; {self._remedy}")
+                raise UserError(f"{self._failure}; {self._remedy}")
 
         on_first(self._process, check)
 
@@ -380,7 +381,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     if not intact:
         raise Damaged(f"{path} is damaged: {MANIFEST} has another checksum than when it was written")
     if manifest["format"] != FORMAT:
-        raise ValueError(
+        raise UserError(
             f"{path} is of format {manifest['format']!r}, this cowrec reads {FORMAT}; use the version that wrote it"
         )
     return manifest
@@ -429,7 +430,7 @@ def find_checkpoint(
     if step is not None:
         if checkpoint_name(step) not in manifests:
             steps = ", ".join(str(int(each.removeprefix(_PREFIX))) for each in manifests)
-            raise ValueError(f"{folder} has no checkpoint of step {step}; it has those of steps {steps or 'none'}")
+            raise UserError(f"{folder} has no checkpoint of step {step}; it has those of steps {steps or 'none'}")
         return intact(checkpoint_name(step))
     order = list(reversed(manifests))
     newest = next((each for name in order if isinstance(each := manifests[name], dict)), None)
@@ -447,7 +448,7 @@ def find_checkpoint(
             if following and process.is_first:
                 logger.warning(f"{error}; taking {folder / following} instead")
     if damaged:
-        raise ValueError(f"no checkpoint of {folder} can be used: {'; '.join(map(str, damaged))}")
+        raise UserError(f"no checkpoint of {folder} can be used: {'; '.join(map(str, damaged))}")
     return None
 
 
@@ -484,9 +485,9 @@ def choose_checkpoint(
     """
     checkpoint = str(checkpoint)  # in Python, a step is a number
     if checkpoint not in ("", "latest", "best") and not checkpoint.isdecimal():
-        raise ValueError(f'--checkpoint must be "latest", "best" or a step, got {checkpoint!r}')
+        raise UserError(f'--checkpoint must be "latest", "best" or a step, got {checkpoint!r}')
     if checkpoint == "best" and keep_best == "none":
-        raise ValueError(
+        raise UserError(
             f'the run of {folder} keeps no best checkpoint (checkpoint.keep_best = "none"); use --checkpoint latest or'
             " a step"
         )
@@ -494,11 +495,11 @@ def choose_checkpoint(
     step = int(checkpoint) if checkpoint.isdecimal() else None
     found = find_checkpoint(folder, process, best_by=keep_best if is_best else None, step=step, fetch=fetch)
     if found is None:
-        raise ValueError(f"no checkpoint in {folder}; train the run first")
+        raise UserError(f"no checkpoint in {folder}; train the run first")
     path, progress = found
     best = best_epoch(progress.epochs, keep_best) if is_best else None
     if checkpoint == "best" and best is None:
-        raise ValueError(
+        raise UserError(
             f"the run of {folder} has measured no epoch yet that could be the best; use --checkpoint latest or a step"
         )
     if process.is_first:
@@ -529,7 +530,7 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, Exception) as error:  # CheckpointException is not an Exception
-        raise ValueError(f"{path} does not fit this run, or is damaged: {_cause(error)}") from error
+        raise UserError(f"{path} does not fit this run, or is damaged: {_cause(error)}") from error
 
 
 def _cause(error: BaseException) -> str:
@@ -557,10 +558,10 @@ class _TensorReader(FileSystemReader):
         with (self._folder / ".metadata").open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise ValueError(f".metadata holds {type(metadata).__name__}, not a description of tensors")
+            raise UserError(f".metadata holds {type(metadata).__name__}, not a description of tensors")
         for key, value in metadata.state_dict_metadata.items():
             if isinstance(value, BytesStorageMetadata):
-                raise ValueError(f"{key} is not a tensor; other objects would have to be unpickled and are refused")
+                raise UserError(f"{key} is not a tensor; other objects would have to be unpickled and are refused")
         return metadata
 
 

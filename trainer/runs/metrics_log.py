@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from cowrec.data_pipeline.files import append_line, earlier, replace_file
+from cowrec.files import append_line, earlier, replace_file
 
 from ..runtime.errors import Interrupted
 from .run_dir import BOARD, METRICS, to_json

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cowrec.data_pipeline.files import checksum, replace_file
+from cowrec.errors import UserError
+from cowrec.files import checksum, replace_file
 from cowrec.models.own_code import file_of, search_also
 
 from ..config.run import RunConfig
@@ -88,7 +89,7 @@ def require_not_imported(record: Iterable[OwnCode], where: Path) -> None:
         places = [folder / name for folder in (Path(each.folder), where / COPIES)]
         there = [place for place in places if place.is_file()]
         if there and not any(file.exists() and place.samefile(file) for place in there):
-            raise ValueError(
+            raise UserError(
                 f'{each.key} = "{each.name}": {file} is imported, but {where} was trained with {there[0]}; use another'
                 " Python process for it, or give the modules different names"
             )

@@ -12,9 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from cowrec.data_pipeline.files import PARTIAL, checksum, locked_folder, replace_file
 from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.remote import Place, RemoteFolder, copy_without_shards, is_remote, local_path
+from cowrec.errors import UserError
+from cowrec.files import PARTIAL, checksum, locked_folder, replace_file
 
 from .run_dir import METRICS
 
@@ -73,7 +74,7 @@ def local_copy(
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (_mirror(RemoteFolder(uri), folder, copied) if shards else copy_without_shards(uri, folder)):
-            raise ValueError(f"{what} {uri} does not exist, or is empty")
+            raise UserError(f"{what} {uri} does not exist, or is empty")
     return folder
 
 
@@ -99,7 +100,7 @@ def written_folder(place: Place, *, last: str) -> Iterator[Path]:
         return
     remote = RemoteFolder(os.fspath(place))
     if remote.list():
-        raise ValueError(f"{remote.uri} is not empty; choose another folder or remove it")
+        raise UserError(f"{remote.uri} is not empty; choose another folder or remove it")
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "folder"
         yield folder
@@ -120,7 +121,7 @@ def cache_folder(uri: str, purpose: str = "") -> Path:
             os.environ.get("COWREC_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cowrec")
         )
     except RuntimeError:
-        raise ValueError(f"{uri} needs a folder for a copy, and this user has no home; set COWREC_CACHE") from None
+        raise UserError(f"{uri} needs a folder for a copy, and this user has no home; set COWREC_CACHE") from None
     key = f"{uri.rstrip('/')} {os.environ.get('AWS_ENDPOINT_URL', '')}"
     name = uri.split("?")[0].rstrip("/").rpartition("/")[2]
     return parent / f"{name}-{purpose}{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -168,12 +169,12 @@ class RunPlace:
         with locked_folder(self.folder):
             there = self._remote.list()
             if not resume and there:
-                raise ValueError(
+                raise UserError(
                     f"run folder {uri} is not empty; continue its run with --resume, or choose another with --run-dir"
                 )
             if self._waits(there):
                 if not resume:
-                    raise ValueError(
+                    raise UserError(
                         f"the last run in {uri} could not be uploaded and is in {self.folder}; continue it with"
                         " --resume, or remove that folder"
                     )

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, vocabulary_file
-from cowrec.data_pipeline.files import replace_file, replacing
 from cowrec.data_pipeline.preparation.config import prepared_with
+from cowrec.errors import UserError
+from cowrec.files import replace_file, replacing
 
 from ..config.run import RunConfig, first_difference, load_config, save_config, to_plain
 from ..runtime.processes import Process, from_first, on_first
@@ -62,7 +63,7 @@ def require_shared(path: Path, process: Process) -> None:
 
     def check() -> None:
         if lacking := [str(rank) for rank, file in enumerate(files) if not file.exists()]:
-            raise ValueError(
+            raise UserError(
                 f"run folder {path} is not shared: files of the processes {', '.join(lacking)} are not there; choose"
                 " with --run-dir a folder that all machines share, or for cowrec train a URI such as s3://BUCKET/RUN"
             )
@@ -93,7 +94,7 @@ def require_unused(path: Path) -> None:
         else:
             found = "has a run that was stopped; add --resume to continue it"
         found += " (in Python by train(..., resume=True))" if "--resume" in found else ""
-        raise ValueError(f"run folder {path} {found}; or choose another with --run-dir, or remove it")
+        raise UserError(f"run folder {path} {found}; or choose another with --run-dir, or remove it")
 
 
 def require_own(path: Path, config: RunConfig) -> None:
@@ -101,7 +102,7 @@ def require_own(path: Path, config: RunConfig) -> None:
     if not _is_used(path):
         return
     if not (path / CONFIG).is_file():
-        raise ValueError(f"{path} is not a run: it has no {CONFIG}; choose another with --run-dir")
+        raise UserError(f"{path} is not a run: it has no {CONFIG}; choose another with --run-dir")
     saved, given = to_plain(load_config(path / CONFIG)), to_plain(config)
     for section, keys in _MAY_CHANGE.items():
         for key in keys.split():
@@ -115,7 +116,7 @@ def require_own(path: Path, config: RunConfig) -> None:
     if different:
         decays = config.optimizer.rates_follow_epochs and "train.epochs" in different
         remedy = ' with optimizer.lr_decay = "none", which more epochs can continue' if decays else ""
-        raise ValueError(
+        raise UserError(
             f"{path} is of another configuration: {different}; resume with the run's own {path / CONFIG}, or start"
             f" another run{remedy}"
         )
@@ -130,7 +131,7 @@ def _require_same_data(run_dir: Path, data_dir: Path) -> None:
     else:
         different = difference_of_samples(run, data)
     if different:
-        raise ValueError(
+        raise UserError(
             f"{data_dir} is not the data set of {run_dir}: {different}; resume with that one, or start another run,"
             " with train.warm_start to begin with this one's weights"
         )
@@ -182,7 +183,7 @@ def require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema, *
                 different = f"the ids of field {field.name!r} differ"
                 break
     if different:
-        raise ValueError(
+        raise UserError(
             f"{data_dir} was not prepared like the data of {run_dir}: {different}; prepare it with --like {run_dir}"
         )
 
@@ -214,7 +215,7 @@ def _same_vocabulary(run: Path, data: Path, *, restored: bool) -> bool:
         except (OSError, pa.ArrowException):
             if restored and path == run:
                 return True
-            raise ValueError(
+            raise UserError(
                 f"vocabulary file {path} is missing or damaged; prepare the data set again, or continue the run with"
                 " --resume, which restores its own"
             ) from None
@@ -227,7 +228,7 @@ def _same_bytes(one: Path, other: Path) -> bool:
 
 def _is_used(path: Path) -> bool:
     if path.exists() and not path.is_dir():
-        raise ValueError(f"run folder {path} is a file; choose another with --run-dir")
+        raise UserError(f"run folder {path} is a file; choose another with --run-dir")
     return path.exists() and any(each.suffix != ".partial" and each.stem != FITTED for each in path.iterdir())
 
 

@@ -17,7 +17,8 @@ from queue import Full, Queue
 from threading import Thread
 from typing import Any, Protocol
 
-from cowrec.data_pipeline.files import replace_file
+from cowrec.errors import UserError
+from cowrec.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class _Wandb:
 
     def begin(self, run: TrackedRun, known_id: str | None) -> str:
         if os.environ.get("WANDB_MODE", "online") == "online" and not self._wandb.login(prompt=False):
-            raise ValueError("no API key; set WANDB_API_KEY, or run `wandb login`")
+            raise UserError("no API key; set WANDB_API_KEY, or run `wandb login`")
         # Neither console output nor the command line, which may have credentials, is recorded.
         quiet = self._wandb.Settings(silent=True, console="off", x_disable_meta=True)
         self._run = self._wandb.init(
@@ -130,7 +131,7 @@ def require_trackers(names: Sequence[str]) -> None:
     for name in names:
         found = find_spec(name)
         if found is None or found.origin is None:  # a folder of that name, such as W&B's ./wandb, has no origin
-            raise ValueError(
+            raise UserError(
                 f"train.trackers has \"{name}\", whose package is not installed: pip install 'cowrec[{name}]'"
             )
 

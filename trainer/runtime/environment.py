@@ -18,8 +18,8 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from cowrec.data_pipeline.urls import without_credentials
 from cowrec.sparse_opt.versions import require_matched_set
+from cowrec.urls import without_credentials
 
 try:
     __version__ = version("cowrec")

@@ -1,10 +1,10 @@
 """Errors written for users, which end in one line instead of a traceback."""
 
-import dis
 import os
 import sys
 
-from cowrec.data_pipeline.files import NO_SPACE, space_remedy
+from cowrec.errors import UserError
+from cowrec.files import NO_SPACE, space_remedy
 
 
 class RunError(Exception):
@@ -30,22 +30,10 @@ class ProcessFailed(RunError):
 def is_message(error: BaseException) -> bool:
     """True for an error whose text is enough for a user; any other is a bug and keeps its traceback.
 
-    Messages are run errors, the system's errors about files and sockets, a full GPU, a package that is missing, and
-    ``ValueError`` and ``ImportError`` from a ``raise`` statement of cowrec. The same types from a library, or from an
-    operation such as ``int(text)``, do not explain what the user wrote.
+    Messages are what cowrec raises for users, the system's errors about files and sockets, a full GPU, and a package
+    that is missing.
     """
-    if isinstance(error, RunError | OSError) or _is_out_of_memory(error):
-        return True
-    if not isinstance(error, ValueError | ImportError) or error.__traceback__ is None:
-        return False
-    innermost = error.__traceback__
-    while innermost.tb_next:
-        innermost = innermost.tb_next
-    frame = innermost.tb_frame
-    if not frame.f_globals.get("__name__", "").startswith("cowrec."):
-        return False
-    by_raise = dis.opname[frame.f_code.co_code[innermost.tb_lasti]] == "RAISE_VARARGS"
-    return by_raise or isinstance(error, ModuleNotFoundError)
+    return isinstance(error, UserError | RunError | OSError | ModuleNotFoundError) or _is_out_of_memory(error)
 
 
 def message_of(error: BaseException) -> str:

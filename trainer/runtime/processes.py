@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cowrec.errors import UserError
+
 from .environment import launched_rank, launched_world_size, quiet_libraries
 
 T = TypeVar("T")
@@ -67,9 +69,9 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError('train.device = "cuda" but torch sees no GPU; set train.device = "cpu" or check the driver')
+        raise UserError('train.device = "cuda" but torch sees no GPU; set train.device = "cpu" or check the driver')
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
-        raise ValueError(
+        raise UserError(
             f"process {local_rank} of this machine has no GPU, there are {torch.cuda.device_count()};"
             " start at most one process per GPU with --nproc-per-node"
         )
@@ -236,7 +238,7 @@ def _launched_store(timeout: timedelta) -> dist.Store:
 
 def _join(process: Process) -> None:
     if dist.is_initialized():
-        raise ValueError(
+        raise UserError(
             "this process has a process group already, of another run or of your program; call"
             " torch.distributed.destroy_process_group() first, or use another process"
         )
@@ -253,7 +255,7 @@ def _join(process: Process) -> None:
         )
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
-        raise ValueError(
+        raise UserError(
             f"the processes cannot connect over {backend}: {first_line}; set GLOO_SOCKET_IFNAME (and"
             " NCCL_SOCKET_IFNAME) to the network interface that they share; `ip addr` lists them"
         ) from error

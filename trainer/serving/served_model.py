@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
+from cowrec.errors import UserError
 from cowrec.models import build_network, physical_dim
 from cowrec.models.own_code import search_also
 from cowrec.sparse_opt import id_bucket_rows
@@ -72,7 +73,7 @@ class ServedModel:
         table_of_field = {feature: number for number, table in enumerate(described) for feature in table.features}
         absent = [field.name for field in schema.sparse if field.vocabulary not in table_of_field]
         if absent:
-            raise ValueError(f"field {absent[0]!r} has no table; export the model again")
+            raise UserError(f"field {absent[0]!r} has no table; export the model again")
         table_of = np.array([table_of_field[field.vocabulary] for field in schema.sparse for _ in field.keys])
         sizes = np.array([-1 if each.collisionless else each.rows for each in described], np.int64)[table_of]
         buckets = {
@@ -192,12 +193,12 @@ class ServedModel:
         try:
             network = self._inference.with_weights(dense)
         except RuntimeError as error:
-            raise ValueError(
+            raise UserError(
                 f"the dense weights do not fit the served network, a {self.manifest.model.name}: {error}"
             ) from error
         for name, value in dense.items():
             if name in self._finite and not value.isfinite().all():
-                raise ValueError(f"the dense weights {name!r} are not finite; the training has diverged")
+                raise UserError(f"the dense weights {name!r} are not finite; the training has diverged")
         return network
 
     def _fields(self, table: str, count: int, feature: NDArray[np.int64] | None) -> NDArray[np.int64]:
@@ -214,18 +215,18 @@ class ServedModel:
         """The network of a version. Raises ValueError if it does not fit this model, or does not follow its version."""
         now, change = self.state, blob.change
         if blob.fingerprint != self._fingerprint:
-            raise ValueError(
+            raise UserError(
                 f"version {blob.version} is of a run on other data or of another network, whose fingerprint is"
                 f" {blob.fingerprint[:12]} instead of {self._fingerprint[:12]}; serve an export of that run (RUN/base)"
             )
         if blob.kind == "delta" and (blob.previous, blob.lineage) != (now.version, now.lineage):
-            raise ValueError(
+            raise UserError(
                 f"delta {blob.version} is based on version {blob.previous} of lineage {blob.lineage!r}, but version"
                 f" {now.version} of lineage {now.lineage!r} is served; apply a full version"
             )
         if blob.kind == "full" and (not change.dense or self.manifest.tables.keys() - change.tables.keys()):
             lacking = sorted(self.manifest.tables.keys() - change.tables.keys())
-            raise ValueError(f"a full version lacks {', '.join(lacking) or 'the dense weights'}; publish it again")
+            raise UserError(f"a full version lacks {', '.join(lacking) or 'the dense weights'}; publish it again")
         for name, table in change.tables.items():
             self._check(name, table)
         if not change.dense:
@@ -238,17 +239,17 @@ class ServedModel:
         width = self._widths[self._number[table.features[0]]] if table else None
         if table is None or change.rows.shape[1] != width:
             known = "it has no such table" if table is None else f"its width is {width}"
-            raise ValueError(f"the model has no table {name!r} with rows of width {change.rows.shape[1]}; {known}")
+            raise UserError(f"the model has no table {name!r} with rows of width {change.rows.shape[1]}; {known}")
         largest = torch.finfo(torch.float16 if self.manifest.precision == "float16" else torch.float32).max
         if not (np.abs(change.rows) <= largest).all():
             precision = self.manifest.precision
-            raise ValueError(f"rows of table {name!r} are not finite numbers in {precision}; the training has diverged")
+            raise UserError(f"rows of table {name!r} are not finite numbers in {precision}; the training has diverged")
         if table.collisionless:
             served = len(table.features)
             given = [each for each in (change.feature, change.deleted_feature) if each is not None]
             if bool(given) != (served > 1) or any(((each < 0) | (each >= served)).any() for each in given):
-                raise ValueError(f"table {name!r} serves {served} fields, but its change has others")
+                raise UserError(f"table {name!r} serves {served} fields, but its change has others")
         elif len(change.deleted) or (len(change.ids) and not 0 <= change.ids.min() <= change.ids.max() < table.rows):
-            raise ValueError(
+            raise UserError(
                 f"table {name!r} has exactly the rows 0 to {table.rows - 1}, but its change deletes or writes others"
             )

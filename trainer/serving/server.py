@@ -32,6 +32,8 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cowrec.errors import UserError
+
 from .request_samples import Rejected, SharedProblem, samples_of
 from .service import Late, Limits, Service, shown_text
 
@@ -311,7 +313,7 @@ def _allow_open_files(count: int) -> None:
 
 def _listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     if not 0 <= port < 1 << 16:
-        raise ValueError(f"{flag} must be between 0 and 65535, got {port}")
+        raise UserError(f"{flag} must be between 0 and 65535, got {port}")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)

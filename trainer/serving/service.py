@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cowrec.data_pipeline import SampleCodec
+from cowrec.errors import UserError
 
 from ..publishing.blob import Blob
 from ..publishing.follower import VersionFollower
@@ -62,7 +63,7 @@ class Limits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not value >= 1:
-                raise ValueError(f"{field.name} must be at least 1, got {value}")
+                raise UserError(f"{field.name} must be at least 1, got {value}")
 
     @property
     def request_bytes(self) -> int:
@@ -96,7 +97,7 @@ class Service:
         max_age: float | None = None,
     ) -> None:
         if max_age is not None and not (follow and max_age > 0):
-            raise ValueError(f"--max-age must be above 0 seconds and needs --follow, got {max_age}")
+            raise UserError(f"--max-age must be above 0 seconds and needs --follow, got {max_age}")
         self.limits, self._max_age = limits or Limits(), max_age
         self.metrics, self._unknown_ids = ServiceMetrics(self._values), 0
         self.loaded = False

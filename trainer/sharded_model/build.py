@@ -18,9 +18,11 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingEnv
 
 from cowrec.data_pipeline import Schema
+from cowrec.errors import UserError
 from cowrec.models import build_model, loss_of
 from cowrec.models.front import EmbeddingFront
 from cowrec.models.linear_relu import BY_ONE_DNN
+from cowrec.names import hint
 from cowrec.sparse_opt import (
     AdamConfig,
     EmbeddingAdam,
@@ -31,7 +33,6 @@ from cowrec.sparse_opt import (
 from cowrec.sparse_opt.tbe.discovery import set_initial_rates
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
 
-from ..config.checks import hint
 from ..config.run import RunConfig
 from ..config.sections import OptimizerConfig
 from ..runtime.processes import Process
@@ -72,7 +73,7 @@ def unsharded_task(plan: RunPlan) -> TrainTask:
     """Builds the run's model with its loss, for :func:`build_sharded`; its tables are on the meta device."""
     config, schema, process = plan.config, plan.schema, plan.process
     if config.optimizer.embedding == "fbgemm_adam" and process.device.type != "cuda":
-        raise ValueError('optimizer.embedding = "fbgemm_adam" exists on CUDA only; on CPU use "adam"')
+        raise UserError('optimizer.embedding = "fbgemm_adam" exists on CUDA only; on CPU use "adam"')
     torch.manual_seed(config.train.seed)
     require_tables("optimizer.embedding_lr_factors", config.optimizer.embedding_lr_factors, plan.bags)
     model = build_model(
@@ -100,7 +101,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 def _require_no_batch_norm(model: nn.Module, name: str) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(
+            raise UserError(
                 f'model.name = "{name}" has a {type(module).__name__} ({path}), whose means leave out samples of other'
                 " processes, or take in padding, and depend on their number; use LayerNorm, or one process"
             )
@@ -116,11 +117,11 @@ def task_weights(config: RunConfig, schema: Schema) -> list[float]:
     """Weight of each label's loss. Raises ValueError for one of a label that the data do not have, or have alone."""
     for name, weight in config.train.task_weights.items():
         if name not in schema.labels:
-            raise ValueError(
+            raise UserError(
                 f"train.task_weights.{name} = {weight:g}: the data have no label {name!r}; {hint(name, schema.labels)}"
             )
     if config.train.task_weights and len(schema.labels) == 1:
-        raise ValueError(
+        raise UserError(
             f"train.task_weights = {config.train.task_weights} weighs labels against each other, but the data have one;"
             " leave it out"
         )
@@ -194,7 +195,7 @@ def set_product_precision(precision: str, device: torch.device) -> None:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     elif precision == "tf32":
-        raise ValueError(
+        raise UserError(
             'train.precision = "tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"'
         )
     elif precision == "bfloat16" and torch.bfloat16 not in BY_ONE_DNN:
@@ -223,7 +224,7 @@ def embedding_optimizer(plan: RunPlan, model: nn.Module) -> EmbeddingAdam | Look
         return None
     several = [field.name for field in plan.schema.sparse if field.kind in ("multi", "weighted")]
     if several:
-        raise ValueError(
+        raise UserError(
             f'optimizer.embedding = "{config.optimizer.embedding}" can neither clip the embedding apart from the wide'
             f" weight nor give each row its L2 where samples have several ids (field {several[0]!r}); set"
             ' optimizer.embedding = "adam", or clip.rule = "none" and optimizer.l2 = 0'

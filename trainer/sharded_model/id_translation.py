@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch, Schema
+from cowrec.errors import UserError
 from cowrec.sparse_opt import (
     Admission,
     EmbeddingAdam,
@@ -160,7 +161,7 @@ def _require_times(schema: Schema, tables: dict[str, IdTableConfig]) -> None:
     for name, table in tables.items():
         if (table.expire_after or table.admission.window) and not schema.timed:
             key = "expire_after" if table.expire_after else "window"
-            raise ValueError(
+            raise UserError(
                 f"id_table.{key} of table {name!r} goes by the time of samples, which the data do not have; prepare"
                 f" them with a time column, or leave {key} out"
             )

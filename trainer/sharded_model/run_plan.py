@@ -16,6 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.reading.order import GlobalBatches
+from cowrec.errors import UserError
 from cowrec.sparse_opt import ClipRule, FtrlConfig, Hyperparameters, scale_clip, scale_hyperparameters
 from cowrec.sparse_opt.algorithm.scaling import EmbeddingOptimizer
 
@@ -73,7 +74,7 @@ class Scaled:
         ):
             if of_step > 1:
                 given = getattr(optimizer, key)
-                raise ValueError(
+                raise UserError(
                     f"optimizer.{key} = {given:g} takes {of_step:.3g} of each weight in a step, its"
                     f" learning rate times it scaled from batch {optimizer.base_batch_size:,} to"
                     f" {sizes['batch_size']:,}, which turns its sign; set it to {0.99 * given / of_step:.3g}"

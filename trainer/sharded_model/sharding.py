@@ -27,6 +27,8 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from cowrec.errors import UserError
+
 from ..config.run import RunConfig
 from ..runtime.processes import Process
 from .tables import by_table, require_tables, shown_name
@@ -113,25 +115,25 @@ def _refuse(
 ) -> None:
     memory = config.sharding.memory
     if memory != "device" and process.device.type != "cuda":
-        raise ValueError(
+        raise UserError(
             f'sharding.memory = "{memory}" exists on CUDA only; on CPU, where tables are in host memory anyway,'
             " leave it out"
         )
     optimizer = config.optimizer.embedding
     for name, kind in kinds.items():
         if kind == "data_parallel" and optimizer != "adam":
-            raise ValueError(
+            raise UserError(
                 f'table {name!r} is to be data-parallel, but optimizer.embedding = "{optimizer}" is fused into the'
                 ' lookup of sharded tables; set optimizer.embedding = "adam", or another kind in [sharding]'
             )
         if kind == "column_wise" and optimizer in ("rowwise_adagrad", "fbgemm_cowclip"):
-            raise ValueError(
+            raise UserError(
                 f'table {name!r} is to be column-wise, but optimizer.embedding = "{optimizer}" keeps one number for a'
                 " row, which each shard of its columns would keep separately; choose another optimizer or kind"
             )
         columns = tables[name].embedding_dim
         if kind == "column_wise" and process.world_size > 1 and columns < 2 * _FOUR_COLUMNS:
-            raise ValueError(
+            raise UserError(
                 f"table {name!r} is to be column-wise, but its {columns} columns cannot be split into shards of"
                 f" {_FOUR_COLUMNS} or more; raise model.embedding_dim, or the field's width in model.embedding_dims, or"
                 " choose another kind in [sharding]"
@@ -145,7 +147,7 @@ def _refuse_mixed_means(tables: Mapping[str, EmbeddingBagConfig], kinds: Mapping
     means = [name for name, kind in kinds.items() if kind in _BY_ROWS and tables[name].pooling == PoolingType.MEAN]
     others = [name for name, kind in kinds.items() if kind not in _BY_ROWS]
     if means and others:
-        raise ValueError(
+        raise UserError(
             f"field {means[0]!r} is pooled by the mean and sharded by rows; TorchRec then computes tables that are not,"
             f" such as {others[0]!r}, wrongly; shard all tables by rows, or {means[0]!r} in another way"
         )
@@ -158,13 +160,13 @@ def _refuse_ranks_without_rows(
     for pooling in (PoolingType.SUM, PoolingType.MEAN):
         rows = [t.num_embeddings for t in tables.values() if kinds[t.name] == "row_wise" and t.pooling == pooling]
         if rows and not any(_reaches_all(each, process.world_size) for each in rows):
-            raise ValueError(
+            raise UserError(
                 f"row-wise tables of {max(rows)} rows or fewer leave one of {process.world_size} processes without any;"
                 ' shard them "table_wise", or in fewer processes'
             )
     for table in tables.values():
         if kinds[table.name] == "table_row_wise" and not _reaches_all(table.num_embeddings, process.local_world_size):
-            raise ValueError(
+            raise UserError(
                 f"table {table.name!r} has too few rows ({table.num_embeddings}) for the {process.local_world_size}"
                 ' processes of a machine; shard it "table_wise"'
             )
@@ -249,7 +251,7 @@ def _planned(
         return planner.plan(model, [sharder])
     except PlannerError as error:
         reason = str(error).strip().partition("\n")[0].rstrip(" .")
-        raise ValueError(
+        raise UserError(
             f"TorchRec's planner cannot fit the tables on {process.world_size} processes ({reason}); train on more, set"
             ' the kinds in [sharding], or sharding.memory = "uvm"'
         ) from error

@@ -14,10 +14,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from cowrec.data_pipeline import RESERVED_ROWS, Schema, SparseField
 from cowrec.data_pipeline.dataset.schema import escaped_name
+from cowrec.errors import UserError
 from cowrec.models import physical_dim
+from cowrec.names import hint
 from cowrec.sparse_opt import rows_for
 
-from ..config.checks import hint
 from ..config.id_table import IdConfig
 from ..config.run import RunConfig
 from ..runtime.processes import Process
@@ -78,22 +79,22 @@ def table_specs(schema: Schema, config: RunConfig) -> list[TableSpec]:
         fields, ids = tuple(by_name[each] for each in names), config.id_table.of_table(name)
         for field in fields:
             if ids.kind == "rows" and field.encoding == "raw":
-                raise ValueError(
+                raise UserError(
                     f'field {field.name!r} has raw ids, but id_table.kind = "rows" takes row numbers; set it to'
                     ' "collisionless" or "hash", or prepare the data without raw_ids'
                 )
             if field.pooling != fields[0].pooling:
-                raise ValueError(
+                raise UserError(
                     f"fields {fields[0].name!r} and {field.name!r} share table {name!r}, but one is pooled by"
                     f" {fields[0].pooling}, the other by {field.pooling}; give each its own table"
                 )
             if widths[field.name] != widths[names[0]]:
-                raise ValueError(
+                raise UserError(
                     f"fields {names[0]!r} and {field.name!r} share table {name!r}, but their embeddings are"
                     f" {widths[names[0]]} and {widths[field.name]} wide; give both one width in model.embedding_dims"
                 )
         if ids.kind == "rows" and len(fields) > 1:
-            raise ValueError(
+            raise UserError(
                 f"table {name!r} is shared by {', '.join(names)}, whose row numbers mean different ids; set its kind to"
                 ' "collisionless" or "hash", or give each field its own table'
             )
@@ -133,7 +134,7 @@ def require_tables(key: str, names: Iterable[str], tables: Sequence[EmbeddingBag
     for name in names:
         if table_name(name) not in of_model:
             known = list(of_model.values())
-            raise ValueError(f"{key} names {name!r}, which is not a sparse field; {hint(name, known, 'sparse fields')}")
+            raise UserError(f"{key} names {name!r}, which is not a sparse field; {hint(name, known, 'sparse fields')}")
 
 
 def fill_tables(model: nn.Module, specs: Sequence[TableSpec], std: float, seed: int) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cowrec.data_pipeline import Batch
+from cowrec.errors import UserError
 from cowrec.models import l2_kernels
 from cowrec.models.losses import Loss, bce
 
@@ -42,7 +43,7 @@ class TrainTask(nn.Module):
         self._bfloat16_device = bfloat16_device
         self._cross_l2 = cross_l2
         if cross_l2 and not l2_kernels(model)["cross"]:
-            raise ValueError(
+            raise UserError(
                 f"optimizer.cross_l2 = {cross_l2:g} is for cross layers, CIN and AutoInt, of which"
                 f" {type(model).__name__} has none; leave it out"
             )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 
-from cowrec.data_pipeline.files import naming_full_disk
+from cowrec.files import naming_full_disk
 from cowrec.sparse_opt import SCALING_RULES
 
 from ..config.run import FEW_STEPS

@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE
-from cowrec.data_pipeline.files import locked_folder, replace_file
+from cowrec.errors import UserError
+from cowrec.files import locked_folder, replace_file
 
 from ..config.run import (
     RunConfig,
@@ -102,20 +103,20 @@ def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Itera
         if file.exists():
             # Loaded, so that a key that was left out has its default.
             if difference := first_difference(to_plain(load_config(file)), to_plain(config)):
-                raise ValueError(f"{file} has another configuration: {difference}; choose another --output")
+                raise UserError(f"{file} has another configuration: {difference}; choose another --output")
         elif any(each.suffix != ".partial" for each in folder.iterdir()):
-            raise ValueError(f"{folder} is not empty and not the folder of a {what}; choose another --output")
+            raise UserError(f"{folder} is not empty and not the folder of a {what}; choose another --output")
         else:
             save_config(config, file)
         if earlier := next(folder.glob(f"{RUNS}/*/{SCHEMA_FILE}"), None):
             different = difference_of_samples(Schema.load(earlier.parent), Schema.load(config.data.dir))
             if different:
-                raise ValueError(
+                raise UserError(
                     f"{folder} has runs on other samples than {config.data.dir}: {different}; results would not"
                     " compare, choose another --output"
                 )
             if changed := changes(load_code(earlier.parent), earlier.parent):
-                raise ValueError(f"{changed[0]}; results would not compare, choose another --output")
+                raise UserError(f"{changed[0]}; results would not compare, choose another --output")
         yield Runs(folder, results, process)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cowrec.data_pipeline import Schema
+from cowrec.errors import UserError
 from cowrec.sparse_opt import SCALING_RULES
 
 from ..config.checks import require, require_choices
@@ -110,7 +111,7 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
         Interrupted: by Ctrl-C, or by SIGTERM to the run's process; the run keeps its latest checkpoint and has no line.
     """
     if "on" in grid.clips and config.clip.rule == "none":
-        raise ValueError('--clip on needs a clip rule, but the configuration has clip.rule = "none"; give --clip off')
+        raise UserError('--clip on needs a clip rule, but the configuration has clip.rule = "none"; give --clip off')
     given, schema = config, Schema.load(data_dir)
     config = on_data(given, data_dir, schema)
     cells = grid.cells(config.train.seed)

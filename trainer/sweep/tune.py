@@ -21,7 +21,8 @@ from optuna.distributions import FloatDistribution
 from optuna.trial import Trial, TrialState, create_trial
 
 from cowrec.data_pipeline import Schema
-from cowrec.data_pipeline.files import read_lines
+from cowrec.errors import UserError
+from cowrec.files import read_lines
 
 from ..config.checks import require
 from ..config.run import RunConfig, load_config, save_config, with_values
@@ -66,7 +67,7 @@ class Search:
         require("--seed", self.seed, self.seed >= 0, "at least 0")
         for name, bounds in self.ranges.items():
             if bounds and not 0 < bounds[0] < bounds[1] < inf:
-                raise ValueError(f"{_flag(name)} needs 0 < LOWEST < HIGHEST, got {bounds[0]:g},{bounds[1]:g}")
+                raise UserError(f"{_flag(name)} needs 0 < LOWEST < HIGHEST, got {bounds[0]:g},{bounds[1]:g}")
 
     def based_on(self, config: RunConfig) -> RunConfig:
         """A configuration of the study's batch size with base values for it: its own, scaled by its own rule."""
@@ -89,14 +90,14 @@ class Search:
             if bounds is None:
                 continue
             if not bounds[0] <= own <= bounds[1]:
-                raise ValueError(
+                raise UserError(
                     f"{_flag(name)} {bounds[0]:g},{bounds[1]:g} does not include the first trial's, the configuration's"
                     f" optimizer.{name} = {own:g} at batch size {self.batch_size}; widen the range, or change the value"
                     f" with --set optimizer.{name}=VALUE"
                 )
             found[name] = bounds
         if not found:
-            raise ValueError(f"nothing to search: give a range with {', '.join(map(_flag, VALUES))}")
+            raise UserError(f"nothing to search: give a range with {', '.join(map(_flag, VALUES))}")
         return found
 
     def of_trials(self, base: RunConfig, *, has_validation: bool) -> RunConfig:
@@ -109,7 +110,7 @@ class Search:
         # Where learning rates fall over the epochs, a trial that ends early says nothing about the whole run.
         falls = base.optimizer.rates_follow_epochs
         if falls and self.patience:
-            raise ValueError(
+            raise UserError(
                 f"--patience {self.patience} would end trials before their learning rates have fallen:"
                 f' optimizer.lr_decay is "{base.optimizer.lr_decay}"; leave it out, or set optimizer.lr_decay=none'
             )
@@ -269,7 +270,7 @@ def _result(report: dict[str, Any], metric: str) -> dict[str, Any]:
     best = best_epoch(report["epochs"], metric)
     if best is None:
         why = "they have one class" if metric == "auc" else "none of them has a known label"
-        raise ValueError(f"the validation samples have no {metric}, because {why}; take more of them")
+        raise UserError(f"the validation samples have no {metric}, because {why}; take more of them")
     keys = ("validation_auc", "validation_logloss")
     return {
         **{key: best[key] for key in keys},

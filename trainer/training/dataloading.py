@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes
 from cowrec.data_pipeline.dataset.schema import TIME
 from cowrec.data_pipeline.dataset.shards import shard_path
+from cowrec.errors import UserError
 from cowrec.sparse_opt.id_tables.config import TIME_LIMIT
 
 from ..config.id_table import seconds
@@ -57,12 +58,12 @@ def training_readers(plan: RunPlan) -> Readers:
         require_labels(schema, split, data_dir)
     _require_times(plan, data_dir)
     if has_split and config.train.validation_fraction:
-        raise ValueError(
+        raise UserError(
             f"train.validation_fraction = {config.train.validation_fraction} takes samples from the training split, but"
             f" {data_dir} has a validation split, which is used; set train.validation_fraction = 0"
         )
     if config.train.patience and not (has_split or config.train.validation_fraction):
-        raise ValueError(
+        raise UserError(
             f"train.patience = {config.train.patience} needs validation samples; prepare the data with a validation"
             " split, or set train.validation_fraction, for example to 0.1"
         )
@@ -70,12 +71,12 @@ def training_readers(plan: RunPlan) -> Readers:
     rows = schema.split("train").rows
     validation_rows = rows - plan.train_rows
     if config.train.validation_fraction and not 0 < validation_rows < rows:
-        raise ValueError(
+        raise UserError(
             f"train.validation_fraction = {config.train.validation_fraction} of {rows:,} training samples is"
             f" {validation_rows:,}; choose one that leaves samples on both sides"
         )
     if ramp.samples > plan.train_rows:
-        raise ValueError(
+        raise UserError(
             f"train.batch_ramp = {config.train.batch_ramp} takes {ramp.samples:,} samples, in batches of"
             f" {', '.join(map(str, ramp.sizes))}, but there are {plan.train_rows:,} to train on; lower"
             " train.batch_ramp or train.batch_size"
@@ -140,12 +141,12 @@ def _require_times(plan: RunPlan, data_dir: Path) -> None:
                     if column.path_in_schema == TIME and column.statistics and column.statistics.has_min_max:
                         bounds += [column.statistics.min, column.statistics.max]
         if bounds and not 0 <= min(bounds) <= max(bounds) < TIME_LIMIT:
-            raise ValueError(
+            raise UserError(
                 f"{path} has sample times from {min(bounds)} to {max(bounds)}, and id tables take Unix seconds in"
                 " [0, 2^32), the years 1970 to 2106; prepare the data again without such samples"
             )
         if bounds and max(bounds) > newest:
-            raise ValueError(
+            raise UserError(
                 f"{path} has a sample time of {datetime.fromtimestamp(max(bounds), UTC):%Y-%m-%d %H:%M}, more than"
                 f" online.ahead = {plan.config.online.ahead!r} ahead of this machine's clock: all that was seen before"
                 " would be long past; prepare the data again without such samples, or raise online.ahead"
@@ -156,9 +157,9 @@ def require_labels(schema: Schema, name: str, data_dir: Path) -> None:
     """Raises ValueError if a split has no samples or no labels."""
     split = schema.split(name)
     if not split.rows:
-        raise ValueError(f"the {name} split of {data_dir} has no samples; prepare it with another split")
+        raise UserError(f"the {name} split of {data_dir} has no samples; prepare it with another split")
     if not split.labelled:
-        raise ValueError(f"the {name} split of {data_dir} has no labels: it can be predicted, not evaluated")
+        raise UserError(f"the {name} split of {data_dir} has no labels: it can be predicted, not evaluated")
 
 
 def keep_resident(readers: Readers, plan: RunPlan) -> None:

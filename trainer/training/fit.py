@@ -18,6 +18,7 @@ from cowrec.data_pipeline.dataset.schema import SAMPLE_NUMBER
 from cowrec.data_pipeline.preparation.config import OnBadRow
 from cowrec.data_pipeline.raw.parsing import SKIP_ADVICE
 from cowrec.data_pipeline.remote import Place, require_local
+from cowrec.errors import UserError
 
 from ..config.run import RunConfig, checked_config
 from ..runs.run_dir import FITTED, require_unused
@@ -84,7 +85,7 @@ class FittedModel:
             prepare("tabular", [raw], folder / "data", config, like=self.run_dir)
         except ValueError as error:
             text = str(error).replace(SKIP_ADVICE, '. To leave out such rows, pass on_bad_row="skip"')
-            raise ValueError(text.replace(str(raw), "the table")) from error
+            raise UserError(text.replace(str(raw), "the table")) from error
         return folder / "data"
 
 
@@ -113,9 +114,9 @@ def fit(
         ValueError: what those commands refuse; no table, a column that Parquet cannot hold, or several processes.
     """
     if launched_world_size() > 1:
-        raise ValueError("fit runs in one process; for several, prepare the table's file, then train under torchrun")
+        raise UserError("fit runs in one process; for several, prepare the table's file, then train under torchrun")
     if schema_file is not None and label != "":
-        raise ValueError(f"label = {label!r} and schema_file exclude each other: the file names the label")
+        raise UserError(f"label = {label!r} and schema_file exclude each other: the file names the label")
     config = checked_config(RunConfig() if config is None else config)
     folder = require_local(run_dir, "run_dir", "fit prepares its data there")
     require_unused(folder)
@@ -149,7 +150,7 @@ def _as_arrow(table: Any) -> pa.Table:
     try:
         return pa.table(table)
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"table must be a pandas DataFrame or a pyarrow Table, got {type(table)}, which Arrow cannot read: {error};"
             " give each column a name of its own, and dense values of one type, for example by astype('string')"
         ) from error
@@ -160,5 +161,5 @@ def _written(table: pa.Table, file: Path) -> Path:
         pq.write_table(table, file)
     except pa.ArrowException as error:
         remedy = "convert the column, or leave it out"
-        raise ValueError(f"the table cannot be written as Parquet: {error}; {remedy}") from error
+        raise UserError(f"the table cannot be written as Parquet: {error}; {remedy}") from error
     return file

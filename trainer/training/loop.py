@@ -18,8 +18,9 @@ import numpy as np
 from torch import nn
 
 from cowrec.data_pipeline import Batch, Reader, Schema
-from cowrec.data_pipeline.files import locked, locked_folder
 from cowrec.data_pipeline.remote import Place
+from cowrec.errors import UserError
+from cowrec.files import locked, locked_folder
 
 from ..config.run import (
     RunConfig,
@@ -100,7 +101,7 @@ def train(
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         # Both are read after the first process of the machine, which all wait for here, has copied the run.
         if (place.folder / JOURNAL).exists():
-            raise ValueError(
+            raise UserError(
                 f"{run_dir} is a run that follows a stream, and could not go on with it after training on a data set;"
                 " continue it with cowrec online --resume, or start another run with train.warm_start = its folder"
             )
@@ -300,7 +301,7 @@ class _EpochRun:
             return False
         kind, latest = self.process.device.type, self.trainer.checkpoints.latest
         if progress.epoch_step and kind != progress.device:  # each kind of device draws another order
-            raise ValueError(
+            raise UserError(
                 f"{latest} is in the middle of an epoch that began on {progress.device}, and {kind} has another order"
                 f' of samples; finish the epoch with train.device = "{progress.device}"'
             )
@@ -379,7 +380,7 @@ def _require_normalised(model: nn.Module, plan: RunPlan) -> None:
         sizes += [min(train.batch_size, left), left % train.batch_size]
     for samples in sizes:
         if 0 < samples < 2 * train.accumulation:
-            raise ValueError(
+            raise UserError(
                 f'model.name = "{plan.config.model.name}" has batch normalisation, which cannot train on a single'
                 f" sample, as there would be in a batch of {samples}: {rows:,} training samples in batches of"
                 f" {train.batch_size} (train.batch_size), in {train.accumulation} parts each (train.accumulation);"

@@ -18,8 +18,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from cowrec.data_pipeline import Reader, Schema, SparseField
 from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, RESERVED_ROWS, SAMPLE_NUMBER, vocabulary_file
 from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_columns
-from cowrec.data_pipeline.files import replacing, require_target
 from cowrec.data_pipeline.remote import Place
+from cowrec.errors import UserError
+from cowrec.files import replacing, require_target
 from cowrec.models.registry import all_options
 
 from ..config.run import RunConfig, load_config, with_values
@@ -67,9 +68,9 @@ def evaluate_run(
             samples cannot be grouped so.
     """
     if importance and launched_world_size() > 1:
-        raise ValueError("the importance of fields is measured in one process; start it without torchrun")
+        raise UserError("the importance of fields is measured in one process; start it without torchrun")
     if top < 0:
-        raise ValueError(f"the number of groups to list must be at least 0, got {top}")
+        raise UserError(f"the number of groups to list must be at least 0, got {top}")
     by = [by] if isinstance(by, str) else by
     run_dir, data_dir = local_copy(run_dir, "run"), local_data(data_dir)
     with _saved_run(run_dir, data_dir, split, checkpoint) as (state, reader, progress):
@@ -100,10 +101,10 @@ def predict_run(run_dir: Place, data_dir: Place, output: Place, split: str = "te
         ValueError: see :func:`evaluate_run`; or there is more than one process, or no such file can be written.
     """
     if launched_world_size() > 1:
-        raise ValueError("predict runs in one process; start it without torchrun")
+        raise UserError("predict runs in one process; start it without torchrun")
     require_target(Path(output))
     if (suffix := Path(output).suffix.lower()) in _OTHER_FORMATS:
-        raise ValueError(f"{output}: predictions are written as Parquet or CSV, not {suffix}; name it .parquet or .csv")
+        raise UserError(f"{output}: predictions are written as Parquet or CSV, not {suffix}; name it .parquet or .csv")
     data_dir = local_data(data_dir)
     with _saved_run(local_copy(run_dir, "run"), data_dir, split, checkpoint) as (state, reader, _):
         beside = _Beside(data_dir, split)
@@ -180,7 +181,7 @@ def run_of(run_dir: Path, *, by_its_code: bool = True) -> tuple[RunConfig, Schem
         ValueError: the folder is not a run, or its own network or loss cannot be imported.
     """
     if not (run_dir / CONFIG).is_file():
-        raise ValueError(f"{run_dir} is not a run: it has no {CONFIG}; pass the --run-dir of a cowrec train")
+        raise UserError(f"{run_dir} is not a run: it has no {CONFIG}; pass the --run-dir of a cowrec train")
     code = load_code(run_dir)
     if by_its_code:
         require_not_imported(code, run_dir)
@@ -248,7 +249,7 @@ def warm_start(state: TrainState, *, timed: bool) -> None:
     _require_same_tables(source, earlier_specs, specs)
     if state.id_tables and (earlier.timed or (source / JOURNAL).exists()) != timed:
         without, found = ("out", "") if timed else ("", "out")
-        raise ValueError(
+        raise UserError(
             f"train.warm_start = {str(source)!r} was trained on samples with{without} times, which its id tables count"
             f" by, and these samples are with{found} times, as those of a stream always are; prepare the data of"
             " cowrec train with a time column"
@@ -258,21 +259,21 @@ def warm_start(state: TrainState, *, timed: bool) -> None:
         names = [earlier_config.model.name, config.model.name]
         if not any(":" in each for each in names):  # the user's own may have moved
             if names[0] != names[1]:
-                raise ValueError(
+                raise UserError(
                     f"train.warm_start = {str(source)!r} is another network: model.name is {names[0]!r} there, and"
                     f" {names[1]!r} here"
                 )
             before, now = all_options(earlier_config.model), all_options(config.model)
             for name in (name for name in now if before[name] != now[name]):
-                raise ValueError(
+                raise UserError(
                     f"train.warm_start = {str(source)!r} is another network: model.options.{name} is {before[name]!r}"
                     f" there, and {now[name]!r} here"
                 )
         if more := sorted(old_dense.keys() - new_dense.keys()):
-            raise ValueError(f"train.warm_start = {str(source)!r} is another network: it has {more[0]} too")
+            raise UserError(f"train.warm_start = {str(source)!r} is another network: it has {more[0]} too")
         for name, parameter in new_dense.items():
             if name not in old_dense or old_dense[name].shape != parameter.shape:
-                raise ValueError(f"train.warm_start = {str(source)!r} is another network: {name} differs")
+                raise UserError(f"train.warm_start = {str(source)!r} is another network: {name} differs")
             parameter.copy_(old_dense[name])
     old_tables, new_tables = tables_of(old.model), tables_of(state.model)
     kept = 0
@@ -293,14 +294,14 @@ def _require_same_tables(source: Path, earlier: Sequence[TableSpec], now: Sequen
     """Raises ValueError if ids get their rows in another way, or rows have another width."""
     for old, new in zip(earlier, now, strict=False):
         if old.name == new.name and old.embedding_dim != new.embedding_dim:
-            raise ValueError(
+            raise UserError(
                 f"train.warm_start = {str(source)!r} has embeddings of width {old.embedding_dim} in table {old.name!r},"
                 f" not {new.embedding_dim}; use the widths of {source / CONFIG}"
             )
         by_rows = old.ids.kind == new.ids.kind == "rows"
         names = [[field.name for field in each.fields] for each in (old, new)]
         if (old.name, *names[:1]) != (new.name, *names[1:]) or not (by_rows or old.ids == new.ids):
-            raise ValueError(
+            raise UserError(
                 f"train.warm_start = {str(source)!r} gives the ids of table {old.name!r} rows in another way; use the"
                 f" [id_table] of {source / CONFIG}"
             )
@@ -315,11 +316,11 @@ def _require_same_fields(source: Path, earlier: Schema, schema: Schema) -> None:
         )
         if [name for name, *_ in before] != [name for name, *_ in now]:
             different = sorted({name for name, *_ in before} ^ {name for name, *_ in now}) or [name for name, *_ in now]
-            raise ValueError(f"train.warm_start = {str(source)!r} has other fields ({', '.join(different)})")
+            raise UserError(f"train.warm_start = {str(source)!r} has other fields ({', '.join(different)})")
         for old, new in zip(before, now, strict=True):
             for key, one, other in zip(names, old, new, strict=True):
                 if one != other:
-                    raise ValueError(
+                    raise UserError(
                         f"train.warm_start = {str(source)!r} was trained on a field {new[0]!r} with {key} = {one!r},"
                         f" and these data have {other!r}, which means something else; prepare both alike"
                     )
@@ -328,7 +329,7 @@ def _require_same_fields(source: Path, earlier: Schema, schema: Schema) -> None:
     for name in (*labels, "negative_fraction"):
         before, now = (getattr(each, name) for each in (earlier, schema))
         if before != now:
-            raise ValueError(
+            raise UserError(
                 f"train.warm_start = {str(source)!r} was trained on data with {name} = {before}, and these data"
                 f" have {now}, for which its weights predict something else; prepare both alike"
             )
@@ -338,7 +339,7 @@ def _earlier_rows(field: SparseField, earlier: SparseField, source: Path, data_d
     """Earlier row of the id of each row of a field's table, int64 [rows]; -1 for new ids."""
     if field.encoding != "vocabulary" or earlier.encoding != "vocabulary":
         if (field.encoding, field.num_embeddings) != (earlier.encoding, earlier.num_embeddings):
-            raise ValueError(
+            raise UserError(
                 f"train.warm_start = {str(source)!r}: field {field.name!r} had {earlier.num_embeddings} rows by"
                 f" {earlier.encoding}, now {field.num_embeddings} by {field.encoding}; only vocabularies may grow"
             )

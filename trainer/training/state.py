@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cowrec.data_pipeline import Batch
+from cowrec.errors import UserError
 from cowrec.sparse_opt import EmbeddingAdam, IdTables
 from cowrec.sparse_opt.optim.collection_adam import LRS
 from cowrec.sparse_opt.tbe.discovery import find_lookups, set_rates
@@ -147,12 +148,12 @@ class TrainState:
         if accumulation == 1:
             return
         if self.embedding_optimizer is None:
-            raise ValueError(
+            raise UserError(
                 f'train.accumulation = {accumulation} cannot add up gradients of optimizer.embedding = "{optimizer}"'
                 ' without a clip and L2, which FBGEMM applies in each pass; set optimizer.embedding = "adam", or a clip'
             )
         if self.ids.tables:
-            raise ValueError(
+            raise UserError(
                 f"train.accumulation = {accumulation} does not work with collisionless id tables, whose rows may pass"
                 ' to other ids within a step; set train.accumulation = 1, or id_table.kind = "rows"'
             )

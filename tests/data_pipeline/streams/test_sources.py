@@ -14,9 +14,9 @@ import pytest
 
 from commands.command_line import exit_code
 from cowrec.data_pipeline import Position, SampleStream, open_source
-from cowrec.data_pipeline.files import locked
 from cowrec.data_pipeline.streams.directory import END, DirectorySink, send
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables, synthesize_drifting
+from cowrec.files import locked
 from cowrec.trainer.publishing.target import open_target
 from refusal import refused
 from run_comparison import wait_for

@@ -90,7 +90,8 @@ def test_sigterm_saves_and_a_pipe_sees_progress(folder: Path) -> None:
     assert not list(run.rglob("*.partial"))
     assert not (run / "report.json").exists()
     kinds = ("deepfm on tabular: 205 training samples", "batch 1 (205 steps an epoch)", "epoch ")
-    assert all(line.startswith((*kinds, "cowrec: stopped")) for line in seen), "a library printed something"
+    kinds = (*kinds, "compiling kernels", "cowrec: stopped")  # the first run of an installation compiles
+    assert all(line.startswith(kinds) for line in seen), "a library printed something"
     assert any(re.fullmatch(PROGRESS, line) for line in seen), seen
     assert any(re.match(r"batch 1 .*\), scaling \w+, clip \w+: .*, l2 [^ ,]+, betas ", line) for line in seen), seen
     known = {re.search(r"step ([\d,]+)", line)[1]: line.endswith("left\n") for line in seen if "samples/s" in line}

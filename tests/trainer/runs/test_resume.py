@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from cowrec.data_pipeline.files import checksum, locked_folder
+from cowrec.files import checksum, locked_folder
 from cowrec.trainer.config.run import load_config, save_config
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs import checkpoint

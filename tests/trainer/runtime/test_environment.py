@@ -113,7 +113,7 @@ def test_errors_and_ends_of_a_subprocess_are_errors() -> None:
         assert process.call(look_up, "a") == 1
         with pytest.raises(ProcessFailed, match=r"^KeyError: 'b'$"):
             process.call(look_up, "b")
-        with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
+        with pytest.raises(ProcessFailed, match=r"^UserError: .*did you mean \"deepfm\""):
             process.call(require_model, ModelConfig("deepfn"))
         with pytest.raises(ProcessFailed, match="ended by signal 6"):
             process.call(os.abort)
@@ -129,7 +129,7 @@ def test_with_a_gpu_subprocesses_are_not_forked_and_bugs_keep_their_traceback(
     printed = capfd.readouterr().err
     assert "Traceback" in printed
     assert 'return {"a": 1}[key]' in printed
-    message = r"^ValueError: .*did you mean \"deepfm\""
+    message = r"^UserError: .*did you mean \"deepfm\""
     with Subprocess() as process, pytest.raises(ProcessFailed, match=message):
         process.call(require_model, ModelConfig("deepfn"))
     assert "Traceback" not in capfd.readouterr().err  # fbgemm 1.6 may print a warning

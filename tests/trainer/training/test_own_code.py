@@ -17,7 +17,7 @@ import torch
 
 from cowrec.data_pipeline import Schema, prepare
 from cowrec.data_pipeline.dataset.shards import load_shards
-from cowrec.data_pipeline.files import checksum
+from cowrec.files import checksum
 from cowrec.trainer import evaluate, export_model, train
 from cowrec.trainer.config.run import load_config, with_defaults
 from cowrec.trainer.runs.own_code import own_code

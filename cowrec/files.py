@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from cowrec.errors import UserError
+
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the errors of a full disk: full, beyond a quota, beyond the largest file."""
 PARTIAL = ".partial"
@@ -57,14 +59,14 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
 def require_target(path: Path, *, new: bool = False) -> None:
     """Raises ValueError if no file, or no `new` one, can be written at a path; before the work that it is for."""
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file, such as {path / 'result'}")
+        raise UserError(f"{path} is a folder; name a file, such as {path / 'result'}")
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is a device or a pipe; name a file")
+        raise UserError(f"{path} is a device or a pipe; name a file")
     if new and path.exists():
-        raise ValueError(f"{path} exists; choose another --output, or remove it")
+        raise UserError(f"{path} exists; choose another --output, or remove it")
     folder = Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent
     if not folder.is_dir():
-        raise ValueError(f"{path} cannot be written: the folder {folder} does not exist; create it first")
+        raise UserError(f"{path} cannot be written: the folder {folder} does not exist; create it first")
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -92,7 +94,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         except (BlockingIOError, FileNotFoundError):
             is_own = False
         if not is_own:
-            raise ValueError(f"{path} is being written by another process; wait for it, or choose another file")
+            raise UserError(f"{path} is being written by another process; wait for it, or choose another file")
         try:
             file.truncate(0)
             yield file
@@ -132,7 +134,7 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             default = f"another process is at work in {path}; wait for it or choose another folder"
-            raise ValueError(busy or default) from None
+            raise UserError(busy or default) from None
         yield
     finally:
         os.close(handle)
@@ -142,7 +144,7 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
 def locked_folder(folder: Path) -> Iterator[None]:
     """Creates a folder if needed and holds its lock. Raises ValueError if it is a file or in use by another process."""
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; choose another folder")
+        raise UserError(f"{folder} is a file; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cowrec.data_pipeline.files import append_line, earlier, locked, locked_folder, read_lines, replace_file, replacing
+from cowrec.files import append_line, earlier, locked, locked_folder, read_lines, replace_file, replacing
 from refusal import refused
 
 
@@ -37,7 +37,7 @@ def test_a_lock_excludes_others_until_its_process_ends(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from cowrec.data_pipeline.files import locked_folder
+from cowrec.files import locked_folder
 with locked_folder(Path({str(tmp_path / "new")!r})):
     print("locked", flush=True)
     sys.stdin.read()

@@ -1,8 +1,9 @@
-"""URLs of servers and object stores: taking them apart, and showing them without their credentials."""
+"""URLs of servers and object stores: how they are split, and shown without their credentials."""
 
 import re
-from typing import Any
 from urllib.parse import SplitResult, urlsplit
+
+from cowrec.errors import UserError
 
 _HIDDEN = "***"
 _SECRET_OPTION = re.compile(r"pass|secret|token|key|cred|pem|auth|user", re.IGNORECASE)
@@ -36,34 +37,8 @@ def split_url(url: str) -> SplitResult:
         parts = urlsplit(url)
         _ = parts.port if parts.scheme in ("redis", "rediss") else None
     except ValueError:
-        raise ValueError(
+        raise UserError(
             f'{without_credentials(url)} is not a valid URL; write "@", "/", "?", "#" and "[" of a password as %40,'
             " %2F, %3F, %23 and %5B"
         ) from None
     return parts
-
-
-def is_refusal(error: BaseException | None) -> bool:
-    """True for redis-py's error of a server that refuses the user or the password, which is a ConnectionError too."""
-    from redis.exceptions import AuthenticationError, AuthorizationError
-
-    return isinstance(error, AuthenticationError | AuthorizationError)
-
-
-def open_redis(url: str, **options: Any) -> Any:
-    """Creates the client of a Redis server, `redis.Redis` with redis-py's options; it connects when it is used.
-
-    The URL is ``redis://USER:PASSWORD@HOST:PORT/DB``, or ``rediss://`` for TLS. Raises ValueError if it is not valid,
-    or redis-py is not installed.
-    """
-    try:
-        import redis
-    except ImportError:
-        raise ValueError("Redis requires redis-py, which is not installed: pip install 'cowrec[online]'") from None
-    split_url(url)
-    try:
-        client = redis.Redis.from_url(url, **options)
-        client.connection_pool.make_connection()  # checks the options, and does not connect
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{without_credentials(url)} is not a URL for redis-py: {error}") from None
-    return client
