@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from .codec import BadSample, Encoded, RawSamples, SampleCodec
     from .dataset.batch import Batch
     from .dataset.schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, DenseField, Schema, SparseField, Split
+    from .inference.schema import InferredSchema, infer_schema
     from .preparation.config import PrepareConfig
     from .preparation.prepare import prepare, work_bytes
     from .reading.reader import Reader, available_bytes, resident_bytes
-    from .schema_inference import infer_schema
     from .streams.open import open_source
     from .streams.position import Position
     from .streams.source import Chunk, SampleSource
@@ -25,10 +25,10 @@ _NAMES = {
     ".codec": "BadSample Encoded RawSamples SampleCodec",
     ".dataset.batch": "Batch",
     ".dataset.schema": "MISSING OUT_OF_VOCABULARY RESERVED_ROWS DenseField Schema SparseField Split",
+    ".inference.schema": "InferredSchema infer_schema",
     ".preparation.config": "PrepareConfig",
     ".preparation.prepare": "prepare work_bytes",
     ".reading.reader": "Reader available_bytes resident_bytes",
-    ".schema_inference": "infer_schema",
     ".streams.open": "open_source",
     ".streams.position": "Position",
     ".streams.source": "Chunk SampleSource",
@@ -47,6 +47,7 @@ __all__ = [
     "Chunk",
     "DenseField",
     "Encoded",
+    "InferredSchema",
     "Position",
     "PrepareConfig",
     "RawSamples",

@@ -53,7 +53,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "raw": "remote grouped_file dataset",
         "encoding": "hashing dataset raw",
         "preparation": "hashing parallel remote dataset raw encoding",
-        "schema_inference": "dataset raw",
+        "inference": "dataset raw",
         "json_lines": "raw",
         "codec": "hashing json_lines dataset raw encoding",
         "streams": "redis_client remote hashing grouped_file dataset codec encoding raw",

@@ -1,7 +1,6 @@
 """The commands that make data: ``cowrec schema infer | prepare | synthesize | stream``."""
 
 import dataclasses
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,13 +71,12 @@ def infer(
 
     if output is not None:
         require_target(output, new=True)
-    text = infer_schema(file, label=label)
+    found = infer_schema(file, label=label)
     if output is None:
-        print(text, end="")
+        print(found.text, end="")
         return
-    replace_file(output, text.encode())
-    shown = re.findall(r"^(?:label|positive|threshold|time) = .*|^# (?:unsure|left out): .*", text, re.MULTILINE)
-    print("\n".join([*shown, f"{output}: {text.count('{name')} fields, {text.count('unsure:')} remarks to check"]))
+    replace_file(output, found.text.encode())
+    print("\n".join([*found.to_check, f"{output}: {len(found.fields)} fields, {len(found.doubts)} remarks to check"]))
 
 
 @app.command(cls=_Prepare)

@@ -1,7 +1,6 @@
 """Training straight from a table in memory: it is written as Parquet, described, prepared, and trained on."""
 
 import logging
-import re
 import tempfile
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cowrec.data_pipeline import PrepareConfig, Schema, infer_schema, prepare
+from cowrec.data_pipeline import InferredSchema, PrepareConfig, Schema, infer_schema, prepare
 from cowrec.data_pipeline.dataset.schema import SAMPLE_NUMBER
 from cowrec.data_pipeline.preparation.config import OnBadRow
 from cowrec.data_pipeline.raw.parsing import SKIP_ADVICE
@@ -125,25 +124,30 @@ def fit(
     raw = _written(arrow, folder / f"{FITTED}.parquet")
     if schema_file is None:
         schema_file = raw.with_suffix(".toml")
-        text = infer_schema(raw, label=str(label))
-        schema_file.write_text(text, encoding="utf-8")
-        left_out = [line.removeprefix("# left out: ") for line in text.splitlines() if line.startswith("# left out: ")]
-        unsure = re.search(r"^((?:positive|threshold) = .*?)  # unsure", text, re.MULTILINE)
-        if label == "" and (guess := re.search(r"^label = (.*?)  # unsure: (.*)", text, re.MULTILINE)):
-            logger.warning("the label is a guess: %s, but %s; name the right one as `label`", *guess.groups())
-        if unsure:
-            logger.warning("which values of the label are positive is a guess: %s; see %s", unsure[1], schema_file)
-        if guesses := re.findall(r'name = ("[^"]*").*?kind = "(numeric|categorical)".*?# unsure: (.*)', text):
-            shown = "; ".join(f"{name} is {kind} ({why})" for name, kind, why in guesses[:5]) + "; ..." * (
-                len(guesses) > 5
-            )
-            logger.warning("some kinds of fields are guesses: %s; see %s", shown, schema_file)
-        if left_out:
-            logger.warning("not used as fields: %s; see %s", "; ".join(left_out), schema_file)
+        found = infer_schema(raw, label=str(label))
+        schema_file.write_text(found.text, encoding="utf-8")
+        _warn_of_guesses(found, schema_file, label_given=label != "")
     data = folder / FITTED if data_dir is None else data_dir
     # What an earlier call prepared there has not been trained on: the run's folder is unused.
     prepare("tabular", [raw], data, config.prepare, schema_file=schema_file, overwrite=data_dir is None)
     return FittedModel(folder, data, train(config, data, folder))
+
+
+def _warn_of_guesses(found: InferredSchema, schema_file: Path, *, label_given: bool) -> None:
+    """Warns of what is unsure about the columns of a table."""
+    if found.label.doubts and not label_given:
+        doubts = "; ".join(found.label.doubts)
+        logger.warning("the label is a guess: %s, but %s; name the right one as `label`", found.label.text, doubts)
+    if found.rule and found.rule.doubts:
+        logger.warning("which values of the label are positive is a guess: %s; see %s", found.rule.text, schema_file)
+    guesses = [each for each in found.fields if each.doubts]
+    if guesses:
+        kinds = [f"{each.keys['name']!r} is {each.keys['kind']} ({'; '.join(each.doubts)})" for each in guesses[:5]]
+        shown = "; ".join(kinds) + "; ..." * (len(guesses) > 5)
+        logger.warning("some kinds of fields are guesses: %s; see %s", shown, schema_file)
+    if found.left_out:
+        shown = "; ".join(f"{each.keys['column']!r}: {each.comment}" for each in found.left_out)
+        logger.warning("not used as fields: %s; see %s", shown, schema_file)
 
 
 def _as_arrow(table: Any) -> pa.Table:

@@ -70,7 +70,7 @@ def test_the_pages_example_has_the_bits_of_the_commands(cowrec: Cowrec, tmp_path
 def test_tables_that_do_not_work_get_the_messages_of_the_commands(tmp_path: Path, caplog: Any) -> None:
     table, run_dir, columns = clicks(), tmp_path / "run", tmp_path / "columns.toml"
     pq.write_table(table, tmp_path / "raw.parquet")
-    columns.write_text(infer_schema(tmp_path / "raw.parquet", label="clicked"))
+    columns.write_text(infer_schema(tmp_path / "raw.parquet", label="clicked").text)
     described = {"schema_file": columns, "label": ""}  # the first rows of the wrong table would be described otherwise
     for wrong, message, settings in (
         (tmp_path, "table must be a pandas DataFrame or a pyarrow Table, got .*Path", {}),
@@ -91,8 +91,8 @@ def test_tables_that_do_not_work_get_the_messages_of_the_commands(tmp_path: Path
         ["verified" if name == "clicked" else name for name in [*table.column_names, "rating"]]
     )
     refused("exists and is not empty", fitted, run_dir, rated, label="", data_dir=tmp_path)
-    assert "the label is a guess: \"verified\", but 'rating' could be it too; name the right one" in caplog.text
-    assert '"rating" is categorical (5 different integers, codes or small numbers); see' in caplog.text
+    assert "the label is a guess: label = \"verified\", but 'rating' could be it too; name the right one" in caplog.text
+    assert "'rating' is categorical (5 different integers, codes or small numbers); see" in caplog.text
     model = fitted(run_dir, table)  # what the refused calls left is replaced
     assert "not used as fields: 'row': another value in each row" in caplog.text
     refused("has a complete run", fitted, run_dir, table)

@@ -1,0 +1,1 @@
+"""Inference of a schema file from the first rows of raw files."""

@@ -1,0 +1,365 @@
+"""What a column holds: a table of named rules, of which the first that holds decides, and a table of remarks."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from ..raw.layouts import RawKind
+from ..raw.values import DATE_DIGITS, EXACT_INTEGERS, LOOKS_MISSING, NUMBER_PATTERN, as_times
+from .names import AMOUNT_NAME, ID_NAME, TIME_NAME, WEIGHT_NAMES
+
+SEPARATORS = "|;,^ "
+SPACED = (", ", "; ")
+FEW_VALUES = 20
+"""An integer column with at most so many distinct numbers is probably one of codes."""
+MOST_MISSING = 0.05
+"""Share of missing values up to which a column of times may be those of the samples."""
+FREQUENT = 10
+"""Samples of an integer from which on it may have an effect that its size does not tell."""
+LONG_TEXT = 60
+"""Mean length of values from which on a column is probably free text."""
+WHOLE = re.compile(r"[+-]?[0-9]+(\.0*)?")
+NOTATION = re.compile(r"[+-]?[$€£¥]? ?[+-]?([0-9]{1,3}([., '][0-9]{3})+|[0-9]+)([.,][0-9]+)? ?[%$€£¥]?")
+"""Numbers as people write them: with signs of currencies, separators of thousands, a decimal comma."""
+DATE_TEXT = re.compile(r"([A-Za-z]{3},? )?[0-9]{1,4}([/.-][0-9]{1,2}[/.-]| ?[A-Z][a-z]{2,8} ?)[0-9]{2,4}")
+"""How dates as people write them begin."""
+
+
+class Remark(NamedTuple):
+    """A comment of a schema file; where it is `unsure`, the reader should check what it is about."""
+
+    text: str
+    unsure: bool = False
+
+    def __str__(self) -> str:
+        return f"unsure: {self.text}" if self.unsure else self.text
+
+
+def unsure(text: str) -> Remark:
+    """Returns a remark on what the reader should check."""
+    return Remark(text, unsure=True)
+
+
+class JoinedList(NamedTuple):
+    """How values that are lists are joined: keys of the field, distinct parts, and one of them."""
+
+    kind: RawKind
+    keys: dict[str, str]
+    parts: int
+    gain: float
+    spaced_part: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """The first values of a column, and what can be seen of them.
+
+    Attributes:
+        name: name of the column.
+        values: the values as text, empty where missing; None if they have no text.
+        said: what the column's type says, see `RawSample`.
+        scope: what the values are of, in words, where they are not all; empty otherwise.
+    """
+
+    name: str
+    values: Sequence[str | None]
+    said: str = ""
+    scope: str = ""
+
+    @cached_property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that seem to mean a missing value."""
+        return tuple(sorted({text for text in self.values if text and text.lower() in LOOKS_MISSING}))
+
+    @cached_property
+    def known(self) -> list[str]:
+        """The values that are not missing."""
+        return [text for text in self.values if text and text not in self.markers]
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """Occurrences of each distinct value; missing ones are left out."""
+        return Counter(self.known)
+
+    @cached_property
+    def distinct(self) -> tuple[str, ...]:
+        return tuple(self.counts)
+
+    @property
+    def count(self) -> int:
+        """Number of distinct values."""
+        return len(self.distinct)
+
+    @property
+    def rows(self) -> int:
+        """Number of values that are not missing."""
+        return len(self.known)
+
+    @property
+    def most(self) -> str:
+        """The most frequent value."""
+        return max(self.counts, key=self.counts.__getitem__, default="")
+
+    @property
+    def missing(self) -> float:
+        """Share of missing values."""
+        return 1 - len(self.known) / max(len(self.values), 1)
+
+    @cached_property
+    def numbers(self) -> list[float]:
+        """The distinct values that are numbers."""
+        return [float(text) for text in self.distinct if NUMBER_PATTERN.fullmatch(text)]
+
+    @cached_property
+    def whole(self) -> list[str]:
+        """The distinct values that are whole numbers."""
+        return [text for text in self.distinct if WHOLE.fullmatch(text)]
+
+    @cached_property
+    def integers(self) -> bool:
+        return len(self.whole) == len(self.distinct)
+
+    @cached_property
+    def numeric(self) -> bool:
+        """True if all values are finite numbers, and no integers of a type for ids."""
+        finite = len(self.numbers) == len(self.distinct) and all(map(math.isfinite, self.numbers))
+        return finite and not (self.said == "id" and self.integers)
+
+    @cached_property
+    def named_id(self) -> bool:
+        return bool(ID_NAME.search(self.name) and not AMOUNT_NAME.search(self.name))
+
+    @cached_property
+    def named_time(self) -> bool:
+        return bool(TIME_NAME.search(self.name))
+
+    @cached_property
+    def too_large(self) -> bool:
+        """True if values are integers that float64 does not hold exactly."""
+        return self.integers and max(map(abs, self.numbers)) >= EXACT_INTEGERS[64]
+
+    @property
+    def all_different(self) -> bool:
+        return len(self.distinct) == len(self.known) > FEW_VALUES
+
+    @property
+    def consecutive(self) -> bool:
+        numbers = [int(text.partition(".")[0]) for text in self.known]
+        return max(numbers) - min(numbers) < 2 * len(numbers)
+
+    @property
+    def repeated(self) -> bool:
+        """True if values recur; in the first rows of a file, ids may be rare that are frequent in all of it."""
+        return len(self.distinct) <= (0.9 if self.scope else 0.5) * len(self.known)
+
+    @cached_property
+    def odd_numbers(self) -> list[str]:
+        """Distinct values that are numbers to people alone, if nearly all are numbers to people."""
+        noted = [text for text in self.distinct if NOTATION.fullmatch(text)]
+        odd = [text for text in noted if not NUMBER_PATTERN.fullmatch(text)]
+        return odd if len(noted) > 0.95 * len(self.distinct) and len(odd) > 0.05 * len(self.distinct) else []
+
+    @cached_property
+    def joined(self) -> JoinedList | None:
+        """How the values are joined, if they are lists, by the separator that leaves the fewest distinct parts."""
+        spaced = [each for each in SPACED if all(text.count(each) == text.count(each[0]) for text in self.distinct)]
+        for separators in (spaced, SEPARATORS):
+            if found := [each for each in map(self._joined_by, separators) if each]:
+                return max(found, key=lambda each: each.gain)
+        return None
+
+    @property
+    def joined_keys(self) -> Mapping[str, str]:
+        """Keys of a field of such lists."""
+        return self.joined.keys if self.joined else {}
+
+    def _joined_by(self, separator: str) -> JoinedList | None:
+        several = sum(separator in text for text in self.known)
+        parts = Counter(part for text in self.known for part in text.split(separator))
+        if several < 0.2 * len(self.known) or not all(parts):
+            return None
+        for weight_separator in ":=":
+            halves = [part.rpartition(weight_separator) for part in parts]
+            ids = {left for left, _, _ in halves}
+            weighted = all(left and NUMBER_PATTERN.fullmatch(weight) for left, _, weight in halves)
+            if weighted and len(ids) <= 0.5 * len(self.distinct):
+                keys = {"separator": separator, "weight_separator": weight_separator}
+                return JoinedList("weighted", keys, len(ids), len(self.distinct) / len(ids))
+        if len(parts) > 0.5 * len(self.distinct):
+            return None
+        odd = next((part for part in parts if part != part.strip()), "")
+        return JoinedList("multi", {"separator": separator}, len(parts), len(self.distinct) / len(parts), odd)
+
+    @cached_property
+    def dated(self) -> bool:
+        """True if all values are dates as digits."""
+        return all(DATE_DIGITS.fullmatch(text) for text in self.distinct)
+
+    @cached_property
+    def are_times(self) -> bool:
+        """True if `prepare` reads all values as times; numbers are Unix seconds."""
+        return not as_times(pa.array(list(self.distinct), pa.string()), "timestamp")[1].any()
+
+    def is_between(self, least: float, largest: float) -> bool:
+        """True if all values are numbers between these."""
+        return len(self.numbers) == len(self.distinct) and min(self.numbers) > least and max(self.numbers) < largest
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of column.
+
+    Attributes:
+        name: name of the rule.
+        holds: whether a column is of this kind.
+        kind: kind of the field; empty for a column that is better left out.
+        why: the remark, in which `{c.NAME}` is an attribute of the column.
+        unsure: whether the reader should check it.
+        keys: further keys of the field.
+        also_ids: True for integers that may be ids, which get a second field.
+    """
+
+    name: str
+    holds: Callable[[Column], object]
+    kind: RawKind | str
+    why: str
+    unsure: bool = False
+    keys: Callable[[Column], Mapping[str, str]] = field(default=lambda _: {})
+    also_ids: bool = False
+
+
+LIST_KEYS = {"separator": "|"}
+RULES = (
+    Rule("lists", lambda c: c.said == "multi", "multi", "lists; separators apply to text only",
+         keys=lambda _: LIST_KEYS),
+    Rule("weighted lists", lambda c: c.said == "weighted", "weighted", "lists; separators apply to text only",
+         keys=lambda _: LIST_KEYS | {"weight_separator": ":"}),
+    Rule("type that is not read", lambda c: c.said not in ("", "time", "id"), "", "{c.said}"),
+    Rule("bytes", lambda c: c.values and c.values[0] is None, "", "bytes that are not UTF-8"),
+    Rule("index", lambda c: re.fullmatch(r"__index_level_[0-9]+__", c.name), "", "the index of a pandas data frame"),
+    Rule("times", lambda c: c.said == "time" and c.known and c.missing <= MOST_MISSING, "", "a time"),
+    Rule("times of few rows", lambda c: c.said == "time", "", "a time that many rows do not have"),
+    Rule("no value", lambda c: not c.known, "", "no value at all{c.scope}"),
+    Rule("one value", lambda c: len(c.distinct) == 1, "", "one value only{c.scope}"),
+    # Numbers.
+    Rule("leading zeros", lambda c: c.numeric and any(re.fullmatch(r"0[0-9]+", text) for text in c.distinct),
+         "categorical", "digits with leading zeros"),
+    Rule("row numbers",
+         lambda c: c.numeric and c.integers and c.all_different and (c.named_id or c.too_large or c.consecutive),
+         "", "another number in each row, so it identifies the row"),
+    Rule("named ids", lambda c: c.numeric and c.integers and c.named_id, "categorical",
+         "{c.count} different integers, and the name of an id"),
+    Rule("large integers", lambda c: c.numeric and c.too_large, "categorical",
+         "integers that are too large for numbers"),
+    Rule("weights of samples", lambda c: c.numeric and c.name.lower() in WEIGHT_NAMES, "numeric",
+         'weights of the samples? then remove it here, and add weight = "{c.name}" above', unsure=True),
+    Rule("codes", lambda c: c.numeric and c.integers and len(c.distinct) <= FEW_VALUES, "categorical",
+         "{c.count} different integers, codes or small numbers", unsure=True),
+    Rule("decimals", lambda c: c.numeric and not c.integers, "numeric", "numbers with decimals"),
+    # "5.0" is another id than "5".
+    Rule("numbers or ids",
+         lambda c: c.numeric and c.repeated and len({"." in text for text in c.distinct}) == 1 and not c.named_time,
+         "numeric", "integers, which may be ids", also_ids=True),
+    Rule("integers", lambda c: c.numeric, "numeric", "integers, amounts or ids", unsure=True),
+    # Text.
+    Rule("other notation", lambda c: c.odd_numbers, "",
+         "seem to be numbers, but {c.odd_numbers[0]!r} is not read as one; write them as 1234.5 in the file",
+         unsure=True),
+    Rule("joined weights", lambda c: c.joined and c.joined.kind == "weighted", "weighted",
+         "{c.joined.parts} different ids with numbers", keys=lambda c: c.joined_keys),
+    Rule("joined lists", lambda c: c.joined, "multi", "{c.joined.parts} different parts in {c.count} values",
+         unsure=True, keys=lambda c: c.joined_keys),
+    Rule("long text", lambda c: sum(map(len, c.known)) > LONG_TEXT * len(c.known), "",
+         "long text, which has few ids in common"),
+    Rule("row ids", lambda c: c.all_different, "", "another value in each row, so it identifies the row"),
+    Rule("rare ids", lambda c: len(c.distinct) > 0.5 * len(c.known) > FEW_VALUES, "categorical",
+         "{c.count} different values in {c.rows} rows", unsure=True),
+    Rule("ids", lambda _: True, "categorical", "{c.count} different values"),
+)  # fmt: skip
+"""What a column may hold; the first rule that holds decides."""
+
+
+class RemarkRule(NamedTuple):
+    """A further remark: its name, the columns and deciding rules for which it holds, and its text, see `Rule.why`."""
+
+    name: str
+    holds: Callable[[Column, Rule], object]
+    text: str
+    unsure: bool = True
+
+
+def _has_brackets(c: Column, rule: Rule) -> bool:
+    return bool(rule.kind and not c.said and c.count and all(text[0] + text[-1] == "[]" for text in c.distinct))
+
+
+def _has_pointed_ids(c: Column, rule: Rule) -> bool:
+    of_ids = rule.also_ids or rule.kind == "categorical"
+    return bool(of_ids and c.whole and all(text.endswith(".0") for text in c.whole))
+
+
+def _has_unread_dates(c: Column, _: Rule) -> bool:
+    texts = all(DATE_TEXT.match(text) for text in c.distinct)
+    return c.named_time and c.count > 1 and (c.dated or (texts and not c.are_times))
+
+
+REMARKS = (
+    RemarkRule("blanks", lambda c, rule: rule.name == "joined lists" and c.joined and c.joined.spaced_part,
+               "blanks become part of the ids, as in {c.joined.spaced_part!r}"),
+    RemarkRule("order", lambda _, rule: rule.kind == "multi",
+               'a history, the oldest first: kind = "sequence", max_length = 50', unsure=False),
+    RemarkRule("brackets", _has_brackets,
+               "brackets become part of the ids; write them without, or the column as lists of Parquet"),
+    RemarkRule("integers with points", _has_pointed_ids,
+               "{c.whole[0]} is another id than the same number without a point; write integers (pandas:"
+               " astype('Int64'))"),
+    RemarkRule("dates that are not read", _has_unread_dates,
+               "seem to be times, but {c.distinct[0]} is not read as one; write it as 2014-10-21T07:00"),
+    RemarkRule("milliseconds", lambda c, _: c.named_time and c.count > 1 and c.is_between(10**11, 4.1e12),
+               "seem to be Unix milliseconds; write seconds, if these are the times of the samples"),
+)  # fmt: skip
+"""What else is said of a column: each remark that holds."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a column probably is.
+
+    Attributes:
+        column: the column.
+        rule: name of the rule that decided.
+        kind: kind of the field; empty for a column that is better left out.
+        keys: further keys of the field.
+        remarks: what speaks for the guess, and what is unsure.
+        also_ids: True for a numeric field whose integers may be ids, which get a second field.
+        is_time: True if all values, or those that are not missing in a column of times, are valid times.
+    """
+
+    column: Column
+    rule: str
+    kind: str
+    keys: Mapping[str, str]
+    remarks: tuple[Remark, ...]
+    also_ids: bool
+    is_time: bool
+
+
+def guess_column(column: Column) -> Guess:
+    """Returns the guess of the first rule that holds for a column, with all further remarks that hold."""
+    rule = next(rule for rule in RULES if rule.holds(column))
+    remarks = [Remark(rule.why.format(c=column), rule.unsure)]
+    remarks += [Remark(each.text.format(c=column), each.unsure) for each in REMARKS if each.holds(column, rule)]
+    return Guess(column, rule.name, rule.kind, rule.keys(column), tuple(remarks), rule.also_ids, _is_time(column, rule))
+
+
+def _is_time(column: Column, rule: Rule) -> bool:
+    if column.said == "time" or column.count < 2 or column.missing > MOST_MISSING:
+        return rule.name == "times"
+    # A number is a valid time too: of Unix seconds, here of the years from 1973 to 2099.
+    lately = column.is_between(10**8, 4.1e9) and not column.dated
+    return (not column.numbers or (column.named_time and lately)) and column.are_times

@@ -1,0 +1,251 @@
+"""The first rows of a raw file as columns of text: delimiter, quotes, header, and what types of columns say."""
+
+import csv
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+
+from cowrec.errors import UserError
+
+from ..raw.inputs import Source, find_inputs, partition_of
+from ..raw.parsing import require_offsets
+from ..raw.reading import look, naming_file, open_groups
+from ..raw.text import BYTE_ORDER_MARK, RawText
+from ..raw.values import LOOKS_MISSING, NUMBER_PATTERN, as_id_text, plain_array
+from .names import ID_NAME, LABEL_NAMES, TIME_NAME
+
+SAMPLE_BYTES = 8 << 20
+SAMPLE_ROWS = 50_000
+DELIMITERS = ",\t;|"
+PROBED_LINES = 200
+LONG_TEXT = 60
+"""Characters of a value that a message shows."""
+ESCAPED = '\\", which CSV does not know; write the file with such quotes twice, "" (Spark: escape = "\\"")'
+
+
+@dataclass(frozen=True)
+class RawSample:
+    """The first rows of a file.
+
+    Attributes:
+        columns: names, possibly repeated; invented if the file has no header.
+        rows: values as text, empty where null; None for a list.
+        delimiter, quote, header: as in a schema file; of Parquet and Arrow files the defaults.
+        notes: what is unsure.
+        types: what the types of columns say: "time", "id", a kind of lists, or a type that has neither numbers nor ids.
+        path: the file, the first one of a folder.
+        whole: True if these are all rows of the only file.
+        partition: further columns that the folders of all files give, with a value of each file, see `partition_of`.
+    """
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str | None, ...]]
+    delimiter: str = ","
+    quote: str = '"'
+    header: bool = True
+    notes: tuple[str, ...] = ()
+    types: Mapping[str, str] = field(default_factory=dict)
+    path: str = ""
+    whole: bool = True
+    partition: Mapping[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def scope(self) -> str:
+        """What the rows are, in words, if they are not all; empty otherwise."""
+        return "" if self.whole else f" in the first {len(self.rows):,} rows"
+
+
+def read_sample(path: str | os.PathLike[str], label: str = "") -> RawSample:
+    """Reads the first rows of a file, or of the first one of a folder; a first line with the label's name is a header.
+
+    Raises ValueError if the file cannot be read, or is text without columns.
+    """
+    files = find_inputs([os.fspath(path)])
+    source, types = look(files[0])
+    found = _text_sample(source.path, label) if types is None else _table_sample(source, types, label)
+    values = [dict(partition_of(file)) for file in files]
+    partition = {name: [each.get(name) or "" for each in values] for name in values[0] if name not in found.columns}
+    return replace(found, path=source.path, whole=found.whole and len(files) == 1, partition=partition)
+
+
+def _table_sample(source: Source, types: pa.Schema, label: str) -> RawSample:
+    batches, rows = list[pa.RecordBatch](), 0
+    with naming_file(source.path), closing(open_groups(source.path, source.format)) as file:
+        for batch in file.iter_batches(SAMPLE_ROWS):  # an Arrow file may have batches of a few rows
+            require_offsets(pa.Table.from_batches([batch]))
+            batches.append(batch)
+            if (rows := rows + batch.num_rows) > SAMPLE_ROWS:
+                break
+    table = pa.Table.from_batches(batches, batches[0].schema if batches else types).slice(0, SAMPLE_ROWS)
+    columns = [_texts(column) for column in table.columns]
+    said = {each.name: _said(each.type) for each in types}
+    # Text beside numbers is no number. Where no field is one, whoever wrote the file may have kept no types.
+    of_fields = [each.type for each in types if each.name != label and each.name.lower() not in LABEL_NAMES]
+    keeps_types = any(map(_is_number, of_fields))
+    by_pandas = (types.pandas_metadata or {}).get("columns", ())  # Parquet keeps categories of text alone
+    categories = {each.get("field_name") for each in by_pandas if each.get("pandas_type") == "categorical"}
+    for each in types:
+        if each.name in categories or pa.types.is_dictionary(each.type) or (keeps_types and _is_text(each.type)):
+            said[each.name] = said[each.name] or "id"
+    return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)), types=said, whole=rows <= SAMPLE_ROWS)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _said(kind: pa.DataType) -> str:
+    """What a type says of its values, see `RawSample`; "" if only these do."""
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return "time"
+    if pa.types.is_map(kind) and _are_ids(kind.key_type) and _is_number(kind.item_type):
+        return "weighted"
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        types = {each.name: each.type for each in kind.value_type} if pa.types.is_struct(kind.value_type) else {}
+        if {"id", "weight"} <= types.keys() and _are_ids(types["id"]) and _is_number(types["weight"]):
+            return "weighted"
+        if not types and _are_ids(kind.value_type):
+            return "multi"
+    return "" if _are_ids(kind) else f"values of the type {kind}, which are not read"
+
+
+def _are_ids(kind: pa.DataType) -> bool:
+    return as_id_text(plain_array(pa.nulls(0, kind))) is not None
+
+
+def _texts(column: pa.ChunkedArray) -> list[str | None]:
+    """Values as text; None where they have none, such as lists and bytes that are no UTF-8."""
+    try:
+        found = [_text(plain_array(chunk)).to_pylist() for chunk in column.chunks]
+        return ["" if value is None else value for values in found for value in values]
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return [None] * len(column)
+
+
+def _text(values: pa.Array) -> pa.Array:
+    """Values as text: numbers without exponents, where they are whole, as in the ids that they become."""
+    ids = as_id_text(values) if _is_number(values.type) else None
+    return values.cast(pa.string()) if ids is None else ids[0]
+
+
+@contextmanager
+def _values_of_any_length() -> Iterator[None]:
+    """Lifts the limit of Python's reader of CSV."""
+    limit = csv.field_size_limit(SAMPLE_BYTES)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+@_values_of_any_length()
+def _text_sample(path: str, label: str) -> RawSample:
+    with closing(RawText(path)) as text:
+        data = text.read(SAMPLE_BYTES)
+        complete = len(data) < SAMPLE_BYTES
+    data = data.removeprefix(BYTE_ORDER_MARK)
+    data = data if complete or b"\n" not in data else data[: data.rfind(b"\n") + 1]
+    lines = [line.removesuffix("\r") for line in data.decode(errors="replace").split("\n") if line.strip("\r")]
+    if not lines:
+        raise UserError(f"input file {path} has no samples")
+    if re.match(rb'\s*(\[\s*)?{\s*"', data):
+        raise UserError(f"{path} is JSON, which is not read; write it as Parquet or CSV first")
+    try:
+        data.partition(b"\n")[0].decode()
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 (byte 0x{data[error.start]:02x}); convert the file to UTF-8 first"
+        raise UserError(f"{path}, line 1: {problem}") from error
+    notes = list[str]()
+    if "\r" in lines[0]:
+        raise UserError(f"{path}, line 1: a carriage return inside the line; convert its line endings to newlines")
+    odd = sum(line.count('"') % 2 for line in lines)
+    quote = "" if odd > len(lines) / 100 else '"'
+    if odd:
+        _refuse_newlines(lines, path)
+    if odd and not quote:
+        notes.append(f"{odd} lines of the sample have an odd number of quotes, so quotes seem to have no meaning")
+    delimiter, width = _delimiter(lines[:PROBED_LINES], quote, path)
+    quote = "" if len(delimiter) > 1 else quote
+    if quote and (escaped := sum('\\"' in line for line in lines)):
+        notes.append(f"{escaped} lines of the sample have {ESCAPED}")
+    rows = [row for row in _split(lines[: SAMPLE_ROWS + 1], delimiter, quote) if len(row) == width]
+    if (first := len(_split(lines[:1], delimiter, quote)[0])) != width:
+        raise UserError(f"{path}, line 1: {first} columns, but {width} in most lines; remove what is above the table")
+    header, sure = (True, True) if label and label in rows[0] else _header(rows)
+    if not sure:
+        notes.append(f"the first line {'looks like a header' if header else 'looks like a sample'}, but check `header`")
+    columns = rows[0] if header else tuple(f"column{number}" for number in range(1, width + 1))
+    whole = complete and len(lines) <= SAMPLE_ROWS + 1
+    return RawSample(columns, [*rows[header:]], delimiter, quote, header, tuple(notes), whole=whole)
+
+
+def _refuse_newlines(lines: Sequence[str], path: str) -> None:
+    """Raises ValueError if the lines are the parts of records with newlines inside quotes, by any delimiter."""
+    for delimiter in DELIMITERS:
+        records = list(csv.reader(io.StringIO("\n".join(lines)), delimiter=delimiter))[:-1]  # the last may be cut
+        broken = next((value for record in records for value in record if "\n" in value), "")
+        if broken and len({len(record) for record in records} - {1}) == 1 < len(records[0]):
+            if '\\"' in broken:
+                raise UserError(f"{path}: quotes within quotes are written as {ESCAPED}")
+            raise UserError(
+                f"{path}: a quoted value contains a newline ({broken[:LONG_TEXT]!r}), which is not supported; replace"
+                " such newlines in the file, or write it as Parquet"
+            )
+
+
+def _split(lines: Sequence[str], delimiter: str, quote: str) -> list[tuple[str, ...]]:
+    def split(line: str) -> Sequence[str]:
+        quoted = quote and quote in line
+        return next(csv.reader([line], delimiter=delimiter, quotechar=quote), []) if quoted else line.split(delimiter)
+
+    return [tuple(split(line)) for line in lines]
+
+
+def _delimiter(lines: Sequence[str], quote: str, path: str) -> tuple[str, int]:
+    """Returns the delimiter that divides most lines alike, into most columns, and their number."""
+    spaced = [] if quote and any(quote in line for line in lines) else [", ", "; "]  # quotes need a single character
+    widths = {each: Counter(map(len, _split(lines, each, quote))).most_common(1)[0] for each in [*spaced, *DELIMITERS]}
+    delimiter, (width, _) = max(widths.items(), key=lambda each: (each[1][0] > 1, each[1][1], each[1][0]))
+    if width == 1:
+        raise UserError(
+            f"{path}: no delimiter found among {DELIMITERS!r}; write the schema file by hand; if it has no"
+            " samples, name the files that do"
+        )
+    return delimiter, width
+
+
+def _header(rows: Sequence[Sequence[str]]) -> tuple[bool, bool]:
+    """Returns whether the first row is a header, and whether that is sure."""
+    # Names may be empty: pandas writes none for the index, and a delimiter at the end of lines gives an empty column.
+    first, others = [name for name in rows[0] if name], rows[1 : PROBED_LINES + 1]
+    named = [not NUMBER_PATTERN.fullmatch(text) and text.lower() not in LOOKS_MISSING for text in first]
+    if not any(named) or (not others and not all(named)):
+        return False, True
+    if not others:
+        return len(set(first)) == len(first), False
+    columns = [column for name, column in zip(rows[0], zip(*others, strict=True), strict=True) if name]
+    numbers = [any(column) and all(NUMBER_PATTERN.fullmatch(text) or not text for text in column) for column in columns]
+    above = {name for name, number, is_name in zip(first, numbers, named, strict=True) if number and is_name}
+    known = any(ID_NAME.search(name) or TIME_NAME.search(name) or name.lower() in LABEL_NAMES for name in above)
+    # One unknown word above numbers may be a value, and so may few among many words, such as hexadecimal ids.
+    if known or (len(above) > 1 and 2 * len(above) >= sum(named)):
+        return True, all(named)
+    if 2 * sum(named) < len(first):
+        return False, True
+    if above:
+        # A name may be a number, such as a year, but none of its own column's values.
+        numeric = [each for each in zip(first, columns, named, strict=True) if not each[2]]
+        return not any(name in column for name, column, _ in numeric), all(named)
+    if not all(named) or len(set(first)) < len(first):
+        return False, True
+    return not any(name in column for name, column in zip(first, columns, strict=True)), False

@@ -1,0 +1,378 @@
+"""Inference of a schema file: the label, the time and the fields among the columns of a raw file, and its text."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from cowrec.errors import UserError
+
+from ..dataset.schema import (
+    BUCKET_SUFFIX,
+    LABEL,
+    MISSING_SUFFIX,
+    SAMPLE_NUMBER,
+    SAMPLE_WEIGHT,
+    TIME,
+    TRUE_LOGIT,
+    WEIGHT_SUFFIX,
+)
+from ..raw.layouts import RawLabel
+from .columns import FEW_VALUES, FREQUENT, Column, Guess, Remark, guess_column, unsure
+from .names import LABEL_NAMES, NEGATION, POSITIVE, TIME_NAME
+from .sample import RawSample, read_sample
+
+RESERVED = (LABEL, TIME, TRUE_LOGIT, SAMPLE_WEIGHT, SAMPLE_NUMBER)
+ENOUGH = 100
+"""Samples of each class from which on a column that tells them apart is no chance."""
+WHICH = unsure("which values are positive?")
+
+Guesses = Mapping[str, Guess]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a schema file: a key with its value, or an entry of `fields`, and the remarks on it."""
+
+    keys: Mapping[str, Any]
+    remarks: tuple[Remark, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The keys as TOML."""
+        return ", ".join(f"{key} = {_toml(value)}" for key, value in self.keys.items())
+
+    @property
+    def comment(self) -> str:
+        """All remarks."""
+        return _comment("; ".join(map(str, self.remarks)))
+
+    @property
+    def doubts(self) -> list[str]:
+        """The remarks that the reader should check."""
+        return [remark.text for remark in self.remarks if remark.unsure]
+
+    def __str__(self) -> str:
+        return f"{self.text}  # {self.comment}" if self.remarks else self.text
+
+
+@dataclass(frozen=True)
+class InferredSchema:
+    """A guess of what the columns of a raw file hold.
+
+    Attributes:
+        path: the file.
+        rows: number of the first rows that it was made from.
+        file: keys of the file: delimiter, quote, header and, without a header, columns.
+        label: the label's column.
+        rule: which of the label's values are positive; None where they are 0 and 1.
+        time: column of the samples' times; None if no column has a time in every row.
+        null: texts that seem to mean a missing value, in any field.
+        fields: the fields.
+        left_out: columns that are no fields, each with the reasons.
+        notes: what is unsure about the whole file.
+    """
+
+    path: str
+    rows: int
+    file: tuple[Entry, ...]
+    label: Entry
+    rule: Entry | None
+    time: Entry | None
+    null: Entry | None
+    fields: tuple[Entry, ...]
+    left_out: tuple[Entry, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def to_check(self) -> tuple[str, ...]:
+        """The lines that matter most: notes, label and time, and the columns that are left out."""
+        chosen = [str(each) for each in (self.label, self.rule, self.time) if each]
+        return (*self._note_lines, *chosen, *self._left_out_lines)
+
+    @property
+    def doubts(self) -> list[str]:
+        """All remarks that the reader should check."""
+        entries = [each for each in (self.label, self.rule, self.time, self.null) if each]
+        return [*self.notes, *(doubt for each in (*entries, *self.left_out, *self.fields) for doubt in each.doubts)]
+
+    @property
+    def text(self) -> str:
+        """The schema file, TOML with comments."""
+        named = [each for each in (self.label, self.rule) if each]
+        lines = [
+            f"# Written by `cowrec schema infer` from the first {self.rows:,} rows of {_comment(self.path)}.",
+            "# Please check each line, above all those that say unsure, then remove or correct what is wrong.",
+            *self._note_lines,
+            "",
+            *map(str, [*self.file, *named]),
+            str(self.time) if self.time else '# time = "..."  # no column holds a time in every row',
+            *[str(self.null)] * bool(self.null),
+            "",
+            *self._left_out_lines,
+            *[""] * bool(self._left_out_lines),
+            "fields = [",
+            *(f"    {{{each.text}}},  # {each.comment}" for each in self.fields),
+            "]",
+            "",
+        ]
+        return "\n".join(lines)
+
+    @property
+    def _note_lines(self) -> list[str]:
+        return [f"# unsure: {_comment(note)}" for note in self.notes]
+
+    @property
+    def _left_out_lines(self) -> list[str]:
+        return [f"# left out: {self._reason(each)}" for each in self.left_out]
+
+    @staticmethod
+    def _reason(entry: Entry) -> str:
+        (column,) = entry.keys.values()
+        return f"{_comment(repr(column))}: {entry.comment}"
+
+
+def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> InferredSchema:
+    """Guesses the columns of a raw file from its first rows.
+
+    Args:
+        path: text, plain or compressed, Parquet or Arrow.
+        label: column of the label; by default one of two values, by its name if there are several.
+
+    Raises:
+        ValueError: the file cannot be read, has no such column, or no column looks like a label or a field.
+    """
+    sample = read_sample(path, label)
+    place = os.fspath(path)
+    if not sample.rows:
+        raise UserError(f"input file {place} has no samples")
+    guesses = _guesses(sample)
+    repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
+    found = _Labels(guesses, sample.scope, repeated, place + _WITHOUT_HEADER * (not sample.header)).of(label)
+    chosen = found.column
+    guesses = _without_leaks(guesses, sample, found)
+    times = [name for name, guess in guesses.items() if guess.is_time and name != chosen]
+    time = max(times, key=lambda name: (not guesses[name].column.missing, bool(TIME_NAME.search(name))), default="")
+    markers = sorted({text for guess in guesses.values() for text in guess.column.markers})
+    fields, left_out = _fields({name: each for name, each in guesses.items() if name not in (chosen, time)})
+    if not fields:
+        raise UserError(f"{place}: no column looks like a field; write the schema file by hand")
+    left_out += [_left_out(name, "several columns have this name") for name in repeated if name]
+    left_out += [_left_out("", "a column without a name")] * ("" in sample.columns)
+    if not sample.header:
+        left_out += [_left_out(name, "of the folder; it needs files with a header") for name in sample.partition]
+    no_ids = all(each.keys["kind"] == "numeric" for each in fields)
+    of_file = {"delimiter": sample.delimiter, "quote": sample.quote, "header": sample.header}
+    of_file |= {} if sample.header else {"columns": list(sample.columns)}
+    return InferredSchema(
+        path=sample.path,
+        rows=len(sample.rows),
+        file=tuple(Entry({key: value}) for key, value in of_file.items()),
+        label=Entry({"label": chosen}, found.remarks),
+        rule=found.rule if found.rule.keys else None,
+        time=_time(time, times, guesses) if time else None,
+        null=Entry({"null": markers}, (unsure("these look like missing values"),)) if markers else None,
+        fields=tuple(fields),
+        left_out=tuple(left_out),
+        notes=(*sample.notes, *[NO_IDS] * no_ids),
+    )
+
+
+NO_IDS = 'training needs a field of ids: make one categorical, or add transform = "buckets"'
+_WITHOUT_HEADER = ", whose first line was taken as a sample and not as a header"
+
+
+def _guesses(sample: RawSample) -> dict[str, Guess]:
+    columns = zip(sample.columns, zip(*sample.rows, strict=True), strict=True)
+    guesses = {
+        name: guess_column(Column(name, values, sample.types.get(name, ""), sample.scope))
+        for name, values in columns
+        if sample.columns.count(name) == 1 and name
+    }
+    if sample.header:
+        # Each folder has many rows, so that its value does not identify one.
+        guesses |= {name: guess_column(Column(name, [*values] * 3)) for name, values in sample.partition.items()}
+    return guesses
+
+
+def _left_out(column: str, why: str) -> Entry:
+    return Entry({"column": column}, (Remark(why),))
+
+
+def _lacking(column: Column) -> tuple[Remark, ...]:
+    """A remark on missing values of a label or a time."""
+    if not column.missing:
+        return ()
+    share = f"{100 * column.missing:.3g} % of the rows have none"
+    return (Remark(f"{share}, and are bad rows: see prepare.on_bad_row"),)
+
+
+def _could_be(names: Sequence[str]) -> tuple[Remark, ...]:
+    return (unsure(f"{', '.join(map(repr, names))} could be it too"),) if names else ()
+
+
+def _time(time: str, times: Sequence[str], guesses: Guesses) -> Entry:
+    others = [name for name in times if name != time]
+    return Entry({"time": time}, _could_be(others) + _lacking(guesses[time].column))
+
+
+@dataclass(frozen=True)
+class FoundLabel:
+    """The label's column, which of its values are positive (see `label_rule`), and remarks on the choice."""
+
+    column: str
+    rule: Entry
+    remarks: tuple[Remark, ...]
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """The choice of a label among guesses; `repeated` are names of several columns, `place` names the file."""
+
+    guesses: Guesses
+    scope: str
+    repeated: Sequence[str]
+    place: str
+
+    def of(self, asked: str) -> FoundLabel:
+        """Returns the label that is asked for, or the likeliest one."""
+        if asked in self.repeated:
+            raise UserError(f"{self.place}: several columns are called {asked!r}; rename all but the label's")
+        if asked and asked not in self.guesses:
+            raise UserError(f"{self.place}: no column {asked!r} for the label among {', '.join(self.guesses)}")
+        columns = {name: guess.column for name, guess in self.guesses.items()}
+        rules = {name: label_rule(column) for name, column in columns.items()}
+        two = [name for name, column in columns.items() if column.count == 2]
+        complete = [name for name in two if not columns[name].missing]
+        known = [name for known in LABEL_NAMES for name in columns if name.lower() == known]
+        named = [name for name in known if rules[name] is not None]
+        flags = [name for name in complete if (rule := rules[name]) is not None and not rule.keys]
+        candidates = [*[name for name in named if name in two], *flags, *named, *complete]
+        if not asked and not candidates:
+            raise UserError(self._none_found(two))
+        chosen = asked or candidates[0]
+        column = columns[chosen]
+        rule = label_rule(column, partial=bool(self.scope))
+        if rule is None:
+            raise UserError(f"column {chosen!r} cannot be the label: {self._problem(column)}")
+        others = [name for name in dict.fromkeys([*named, *complete]) if name != chosen]
+        remarks: tuple[Remark, ...] = (Remark("see the next line" if rule.keys else "all values are 0 or 1"),)
+        if column.count == 1:
+            remarks = (unsure(f"one value only{self.scope}"),)
+        elif others and not asked:
+            remarks = _could_be(others[:5])
+        return FoundLabel(chosen, rule, remarks + _lacking(column))
+
+    def _none_found(self, two: Sequence[str]) -> str:
+        names = ", ".join(map(repr, self.repeated[:5]))
+        remark = f" (those that share a name are left out: {names}; rename them)" if self.repeated else ""
+        could = f"; with two values, and missing ones: {', '.join(map(repr, two[:5]))}" if two else ""
+        known = [name for name in self.guesses if name.lower() in LABEL_NAMES]
+        constant = [name for name in known if self.guesses[name].column.count == 1]
+        why = self.scope or ", so nothing can be learned"
+        could += f"; {', '.join(map(repr, constant))} has one value only{why}" if constant else ""
+        return f"{self.place}: no column looks like a label{remark}; name it with --label COLUMN{could}"
+
+    def _problem(self, column: Column) -> str:
+        if column.count > 1:
+            return "its values are neither two nor all numbers"
+        remedy = "; shuffle the rows, or write the schema file by hand" if self.scope else ""
+        return f"it has {('no value', 'one value')[column.count]}{self.scope}{remedy}"
+
+
+def label_rule(column: Column, *, partial: bool = False) -> Entry | None:
+    """Returns which values of a column are positive, without keys if they are 0 and 1; None if it cannot be a label.
+
+    Where the values are `partial`, 0 or 1 may follow the other one.
+    """
+    if not column.count:
+        return None
+    values, wrong = RawLabel().values(pa.array(column.distinct, pa.string()))
+    if not wrong.any():
+        return Entry({}) if partial or len(set(values.tolist())) == 2 else None
+    numbers = sorted(column.numbers)
+    if column.count == 2:
+        known = _positive(column.distinct) if len(numbers) < 2 else None
+        largest = max(column.distinct, key=float) if len(numbers) == 2 else max(column.distinct)
+        sure = known is not None or numbers == [-1.0, 1.0]
+        return Entry({"positive": [largest if known is None else known]}, () if sure else (WHICH,))
+    if len(numbers) < column.count:
+        return None
+    above, missing = [each for each in numbers if each > 0], numbers == [-1, 0, 1]
+    counts = all(each.is_integer() for each in numbers) and float(column.most) == 0
+    threshold = above[0] if above and (counts or missing) else numbers[len(numbers) // 2]
+    remark = unsure(f"{WHICH.text} Is -1 a missing label?") if missing else WHICH
+    return Entry({"threshold": threshold}, (remark,))
+
+
+def _positive(texts: Sequence[str]) -> str | None:
+    """Returns which of two texts is positive, if words say so: one that the other denies, or one that is known."""
+    words = {text: text.strip().lower() for text in texts}
+    for text, other in (texts, texts[::-1]):
+        if re.fullmatch(NEGATION + re.escape(words[text]), words[other]):
+            return text
+    named = [text for text in texts if words[text] in POSITIVE]
+    return named[0] if len(named) == 1 else None
+
+
+def _without_leaks(guesses: Guesses, sample: RawSample, label: FoundLabel) -> dict[str, Guess]:
+    """Leaves out columns of few values, each of which has one class of the label only, and many samples of each."""
+    columns = dict(zip(sample.columns, zip(*sample.rows, strict=True), strict=True))
+    texts = pa.array([text or "" for text in columns.get(label.column, ())], pa.string())
+    keys: dict[str, Any] = {"threshold": label.rule.keys.get("threshold")}
+    keys["positive"] = tuple(label.rule.keys.get("positive", ()))
+    classes = RawLabel(**keys, null=guesses[label.column].column.markers).values(texts)[0].tolist()
+    if min(classes.count(0.0), classes.count(1.0)) < ENOUGH:
+        return dict(guesses)
+
+    def tells(name: str, guess: Guess) -> bool:
+        if name not in columns or name == label.column or guess.is_time or guess.column.count > FEW_VALUES:
+            return False
+        pairs = {(text, cls) for text, cls in zip(columns[name], classes, strict=True) if cls in (0, 1)}
+        return len(pairs) == len({text for text, _ in pairs})
+
+    leak = (Remark(f"it says what the label is{sample.scope}"),)
+    return {
+        name: replace(guess, kind="", remarks=leak, also_ids=False) if tells(name, guess) else guess
+        for name, guess in guesses.items()
+    }
+
+
+def _fields(guesses: Guesses) -> tuple[list[Entry], list[Entry]]:
+    """Returns the entries of `fields`, and the columns that are left out."""
+    fields, left_out, used = list[Entry](), list[Entry](), set(RESERVED)
+    for column, guess in guesses.items():
+        missing = guess.column.missing
+        remarks = (*guess.remarks, *[Remark(f"{100 * missing:.3g} % missing")] * bool(missing))
+        if not guess.kind:
+            left_out.append(Entry({"column": column}, remarks))
+            continue
+        name = column + "_" * column.endswith(WEIGHT_SUFFIX)
+        while name in used or name.startswith(("label_", "kept_")):
+            name = f"field_{name}"
+        # A numeric field may get a second one, of its buckets, or of where it has no value.
+        used |= {name, f"{name}{BUCKET_SUFFIX}", f"{name}{MISSING_SUFFIX}", f"{name}{WEIGHT_SUFFIX}"}
+        renamed = {} if name == column else {"column": column}
+        fields.append(Entry({"name": name, **renamed, "kind": guess.kind, **guess.keys}, remarks))
+        if guess.also_ids:
+            name = f"{name}_id"
+            while name in used or name in guesses:
+                name += "_"
+            used.add(name)
+            keys = {"name": name, "column": column, "kind": "categorical", "min_count": FREQUENT}
+            fields.append(Entry(keys, (Remark("the same integers as ids; remove the field that is wrong"),)))
+    return fields, left_out
+
+
+def _toml(value: object) -> str:
+    """Returns a TOML value; TOML takes JSON's escapes, and DEL only as one."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _comment(text: str) -> str:
+    """Returns text without what a comment must not have."""
+    return re.sub(r"[\x00-\x1f\x7f]", " ", text)
