@@ -99,7 +99,8 @@ class Encoded:
     @property
     def time(self) -> np.ndarray:
         """int64 [R], Unix seconds; zeros if times are unknown."""
-        return self.table[TIME_COLUMN].to_numpy()
+        found: np.ndarray = self.table[TIME_COLUMN].to_numpy()
+        return found
 
     @property
     def sample_ids(self) -> pa.ChunkedArray:

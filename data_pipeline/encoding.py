@@ -81,7 +81,8 @@ class Encoder:
 
     def _rows_of_text(self, field: SparseField, text: pa.Array) -> np.ndarray:
         if field.encoding == "synthetic":
-            return text.to_numpy()  # the ids are embedding rows already
+            found: np.ndarray = text.to_numpy()  # the ids are embedding rows already
+            return found
         return self.rows(field, string_hashes(text), *string_buffers(text))
 
     def rows(self, field: SparseField, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
@@ -534,7 +535,8 @@ def transformed(field: DenseField, values: np.ndarray) -> np.ndarray:
     logarithm is 0, and outside the fitted range the normal score is that of its end. No result is beyond `bound`.
     """
     if field.transform == "missing":
-        return np.isnan(values).astype(np.float32)
+        found: np.ndarray = np.isnan(values).astype(np.float32)
+        return found
     if field.transform == "quantile":
         return scores(field, values).astype(np.float32)
     present = np.nan_to_num(values, nan=0.0)

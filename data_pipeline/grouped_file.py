@@ -68,4 +68,4 @@ def row_bytes(file: GroupedFile, columns: Sequence[str]) -> float:
     for group in range(file.num_row_groups):
         chunks = [file.metadata.row_group(group).column(leaf) for leaf in wanted]
         size += sum(max(each.total_uncompressed_size, _VALUE_BYTES * each.num_values) for each in chunks)
-    return size / max(file.metadata.num_rows, 1)
+    return float(size / max(file.metadata.num_rows, 1))

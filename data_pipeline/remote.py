@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -83,9 +83,10 @@ def open_filesystem(uri: str) -> tuple[pafs.FileSystem, str]:
     AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...), or from the query of the URI (`?region=...`), see pyarrow.
     """
     try:
-        return pafs.FileSystem.from_uri(uri)
+        opened: tuple[Any, str] = pafs.FileSystem.from_uri(uri)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{uri} cannot be opened: {error}") from error
+    return opened
 
 
 class RemoteFolder:

@@ -9,4 +9,5 @@ def mix(state: np.ndarray) -> np.ndarray:
     """Applies splitmix64's output function, a bijection of the 64-bit integers, to each element; uint64."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+    found: np.ndarray = state ^ (state >> np.uint64(31))
+    return found

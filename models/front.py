@@ -145,7 +145,8 @@ class EmbeddingFront(nn.Module):
 
     def forward(self, dense: Tensor, sparse: "KeyedJaggedTensor") -> Features:
         """Looks up ``sparse``; ``dense`` is float [B, N]."""
-        return self.layout(self.embeddings(sparse), dense, sparse)
+        features: Features = self.layout(self.embeddings(sparse), dense, sparse)
+        return features
 
 
 class LookedUpFront(nn.Module):
@@ -187,7 +188,8 @@ class LookedUpFront(nn.Module):
         What follows the columns of a narrower row does not matter.
         """
         rows, lengths = (sparse, None) if isinstance(sparse, Tensor) else sparse
-        return self.layout(rows, dense, lengths)
+        features: Features = self.layout(rows, dense, lengths)
+        return features
 
 
 Front = EmbeddingFront | LookedUpFront
@@ -241,13 +243,15 @@ class _Layout(nn.Module):
             position = torch.arange(size, device=present.device)
             return position >= size - present[:, index, None]
         first = sum(self._sizes[:number])
-        return present.lengths().view(len(self.keys), -1)[first : first + size].t() > 0
+        output: Tensor = present.lengths().view(len(self.keys), -1)[first : first + size].t() > 0
+        return output
 
     def _rows(self, looked_up: "KeyedTensor | Tensor") -> Tensor:
         if isinstance(looked_up, Tensor):
             return looked_up if self.projections is None else self.projections(looked_up.unbind(1))
         if self.projections is None and looked_up.keys() == self.keys:
-            return looked_up.values().unflatten(1, (len(self.keys), -1))
+            output: Tensor = looked_up.values().unflatten(1, (len(self.keys), -1))
+            return output
         by_field = looked_up.to_dict()  # in another order, by the sharding plan
         rows = [by_field[key] for key in self.keys]
         return torch.stack(rows, dim=1) if self.projections is None else self.projections(rows)

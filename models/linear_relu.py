@@ -43,13 +43,16 @@ def linear_relu(x: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = 
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+    output: Tensor
     if uses_kernels(x):
-        return _Layers.apply(_OnDevice, x.to(dtype), padded, None, *weights_and_biases)
+        output = _Layers.apply(_OnDevice, x.to(dtype), padded, None, *weights_and_biases)
+        return output
     # Exported networks must run on any machine; recorded ones are for few samples, where torch's product is faster.
     recorded = torch.compiler.is_exporting() or torch.jit.is_tracing()
     by_one_dnn = kind == "cpu" and dtype in BY_ONE_DNN and not recorded
     if by_one_dnn and not torch.is_inference_mode_enabled():
-        return _Layers.apply(_OneDnn, x.to(dtype), None, None, *weights_and_biases)
+        output = _Layers.apply(_OneDnn, x.to(dtype), None, None, *weights_and_biases)
+        return output
     x, *parameters = [each.to(dtype) if autocast else each for each in (x, *weights_and_biases)]
     for weight, bias in _layers(parameters):
         x = _OneDnn.layer(x, weight, bias) if by_one_dnn else F.linear(x, weight, bias).relu_()
@@ -202,7 +205,8 @@ _Math: TypeAlias = type[_OneDnn] | type[_OnDevice]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "")
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "")
+    return output
 
 
 def _layers(weights_and_biases: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

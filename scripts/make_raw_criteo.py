@@ -23,8 +23,9 @@ import numba
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
+from cowrec.data_pipeline.hashing import mix, uniform
 from cowrec.data_pipeline.parallel import ordered_map
+from cowrec.data_pipeline.splitmix import GOLDEN
 from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_FREQUENCIES
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.planted import best_quality, gaussian, intercept_for, probability
@@ -81,7 +82,10 @@ def _effect_size(share: np.ndarray) -> np.ndarray:
     ids that occur twice, 1.04 for 3 or 4 times, 0.88 to 8, 0.86 to 16, 0.74 to 32, 0.70 to 64, 0.66 to 128, 0.58 to
     512, 0.59 to 2048, 0.36 to 8192 and 0.15 above. Rarer ids cannot be measured there; they are taken to be like those.
     """
-    return np.interp(np.log2(share * 80_000), [1, 3, 5, 7, 10, 12, 14.5], [1.2, 0.88, 0.74, 0.66, 0.58, 0.36, 0.15])
+    found: np.ndarray = np.interp(
+        np.log2(share * 80_000), [1, 3, 5, 7, 10, 12, 14.5], [1.2, 0.88, 0.74, 0.66, 0.58, 0.36, 0.15]
+    )
+    return found
 
 
 def raw_chunks(seed: int, max_ids: int | None = None) -> tuple[Callable[[int, int], np.ndarray], dict[str, float]]:

@@ -33,8 +33,9 @@ import pyarrow as pa
 import torch
 
 from cowrec.data_pipeline import SampleCodec, synthesize_drifting
+from cowrec.data_pipeline.dataset.schema import LABEL
 from cowrec.data_pipeline.streams.directory import DirectorySink
-from cowrec.data_pipeline.synthetic.drifting import DAY, LABEL, DriftConfig, DriftingModel, drifting_tables
+from cowrec.data_pipeline.synthetic.drifting import DAY, DriftConfig, DriftingModel, drifting_tables
 from cowrec.data_pipeline.synthetic.planted import auc
 from cowrec.trainer.publishing.follower import VersionReader
 from cowrec.trainer.publishing.target import Target, open_target

@@ -394,7 +394,7 @@ class Soak:
         export_run(self.run_dir, str(export))
         samples = [json.loads(content) for _, _, content in self.newest]
         block, _ = SampleCodec.load(export).encode_request(samples)
-        return self._ask(samples) == ServedModel.load(export).predict(block).tolist()
+        return bool(self._ask(samples) == ServedModel.load(export).predict(block).tolist())
 
 
 def endless_samples() -> Iterator[Sample]:

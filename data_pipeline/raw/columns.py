@@ -101,6 +101,7 @@ class SampleColumns:
         if found is None:
             raise _wrong_type(label.column, column.type, "labels: numbers, truth values or text")
         text = found[0].fill_null("")
+        values: np.ndarray
         if label.positive:
             coded = text.dictionary_encode()
             of_texts, indices = label.values(coded.dictionary)[0], mask(coded.indices)
@@ -406,12 +407,14 @@ class _Items:
     @cached_property
     def blank(self) -> np.ndarray:
         """Items without a value that are not null."""
-        return self.missing & ~mask(self.raw.is_null())
+        found: np.ndarray = self.missing & ~mask(self.raw.is_null())
+        return found
 
     @property
     def are_blank(self) -> np.ndarray:
         """Lists that have no item, or one that is blank, bool [R]."""
-        given, result = np.diff(self.offsets), np.diff(self.offsets) == 0
+        given = np.diff(self.offsets)
+        result: np.ndarray = given == 0
         single = np.flatnonzero(given == 1)
         result[single] = self.blank[self.offsets[single]]
         return result

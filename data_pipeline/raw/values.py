@@ -68,7 +68,8 @@ def without_nan(values: pa.Array, markers: Collection[str]) -> pa.Array:
 def looks_missing(text: pa.Array) -> np.ndarray:
     """Returns bool [R] from strings [R] which may be null: True where one is probably meant as a missing value."""
     known = pc.is_in(pc.utf8_lower(text), pa.array(LOOKS_MISSING, text.type))
-    return known.to_numpy(zero_copy_only=False)
+    found: np.ndarray = known.to_numpy(zero_copy_only=False)
+    return found
 
 
 EARLIEST, LATEST = -62_135_596_800, 253_402_300_799
@@ -247,12 +248,13 @@ def family(kind: pa.DataType) -> str:
 
 def is_text(kind: pa.DataType) -> bool:
     """Returns whether a type is that of strings."""
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def mask(array: pa.Array) -> np.ndarray:
     """Converts truth values without nulls to bool [R]."""
-    return array.to_numpy(zero_copy_only=False)
+    found: np.ndarray = array.to_numpy(zero_copy_only=False)
+    return found
 
 
 def _float_ids(values: pa.Array) -> tuple[pa.Array, np.ndarray, Counter[str]]:

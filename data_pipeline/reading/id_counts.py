@@ -51,4 +51,5 @@ def _means(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns the mean, rounded down, of each list; 0 for an empty one."""
     stops = np.cumsum(lengths)
     sums = np.concatenate([[0], np.cumsum(values)])
-    return (sums[stops] - sums[stops - lengths]) // np.maximum(lengths, 1)
+    found: np.ndarray = (sums[stops] - sums[stops - lengths]) // np.maximum(lengths, 1)
+    return found

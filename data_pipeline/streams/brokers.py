@@ -362,11 +362,11 @@ class KafkaSource:
 
     def _bounds(self, number: int) -> tuple[int, int]:
         try:
-            return self._consumer.get_watermark_offsets(
-                self._kafka.TopicPartition(self._topic, number), timeout=ANSWER_SECONDS
-            )
+            partition = self._kafka.TopicPartition(self._topic, number)
+            first, end = self._consumer.get_watermark_offsets(partition, timeout=ANSWER_SECONDS)
         except self._kafka.KafkaException as error:
             raise OSError(f"cannot get the offsets of {self._topic!r}: {error}") from error
+        return first, end
 
 
 class _SeldomLogger:

@@ -138,4 +138,5 @@ def _rows(field: _Field, table_rows: int, first: int, count: int) -> np.ndarray:
     drawn = np.where(aliased, field.other[column], column)
     within = ((bits & np.uint64(0xFFFFFFFF)) * field.sizes[drawn]) >> np.uint64(32)
     rows = field.firsts[drawn] + within.astype(np.int64)
-    return np.where(rows < table_rows, rows, rows % table_rows)
+    found: np.ndarray = np.where(rows < table_rows, rows, rows % table_rows)
+    return found

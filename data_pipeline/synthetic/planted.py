@@ -45,9 +45,10 @@ from ..dataset.shards import (
     write_shard,
 )
 from ..encoding import raw_ids
-from ..hashing import GOLDEN, mix, uniform
+from ..hashing import mix, uniform
 from ..parallel import ordered_map
 from ..raw.layouts import Layout, RawField, RawLabel
+from ..splitmix import GOLDEN
 from .criteo_frequencies import CRITEO_SIZES, NUM_DENSE
 
 WORD_SUM_MEAN = 4 * 65535 / 2
@@ -76,7 +77,8 @@ def power_law_rank(u: float, size: int, skew: float) -> int:
 
 def probability(logits: np.ndarray) -> np.ndarray:
     """Click probabilities of logits."""
-    return 1.0 / (1.0 + np.exp(-logits))
+    found: np.ndarray = 1.0 / (1.0 + np.exp(-logits))
+    return found
 
 
 def intercept_for(logits: np.ndarray, ctr: float) -> float:

@@ -72,4 +72,5 @@ class AutoInt(nn.Module):
         parts = [self.interacting(self.embeddings(x.rows, dense)).flatten(1)]
         if self.mlp is not None:
             parts.append(self.mlp(x.flat, x.padded))
-        return self.output(torch.cat(parts, dim=1))
+        logits: Tensor = self.output(torch.cat(parts, dim=1))
+        return logits

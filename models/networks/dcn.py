@@ -104,7 +104,8 @@ class CrossAndDeep(nn.Module):
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         x = self.front(dense, sparse)
         both = torch.cat([self.cross(x.flat), self.mlp(x.flat, x.padded)], dim=1)
-        return self.linear(x.wide, dense) + self.output(both)
+        logits: Tensor = self.linear(x.wide, dense) + self.output(both)
+        return logits
 
 
 class DCN(CrossAndDeep):

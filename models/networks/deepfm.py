@@ -32,7 +32,8 @@ class PairwiseProducts(nn.Module):
         if pairs is not None:
             return pairs
         if not torch.is_inference_mode_enabled():
-            return _PairwiseProducts.apply(rows, self._embedding_dim)
+            logits: Tensor = _PairwiseProducts.apply(rows, self._embedding_dim)
+            return logits
         # Few operations on contiguous rows. Two are those of the front, which a recording has once.
         total, flat = rows.sum(1).narrow(1, 0, self._embedding_dim), rows.narrow(2, 0, self._embedding_dim).flatten(1)
         return 0.5 * ((total * total).sum(1) - (flat * flat).sum(1))
@@ -73,7 +74,7 @@ class DeepFM(nn.Module):
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         x = self.front(dense, sparse)
-        logits = self.linear(x.wide, dense)
+        logits: Tensor = self.linear(x.wide, dense)
         if self.pairs is not None:
             logits = logits + self.pairs(x.rows, x.pairs)
         if self.mlp is not None and self.output is not None:

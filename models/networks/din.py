@@ -52,7 +52,8 @@ class ActivationUnit(nn.Module):
         # PReLU is (1 - slope) ReLU(x) + slope x; with the product behind it, this takes a third of torch.prelu's time.
         slope = self.slope.to(hidden.dtype)
         weights = (1 - slope) * (torch.relu(hidden) @ self.output) + slope * (hidden @ self.output) + self.output_bias
-        return (weights.masked_fill(~mask[:, :, None], 0) * steps).sum(1)
+        logits: Tensor = (weights.masked_fill(~mask[:, :, None], 0) * steps).sum(1)
+        return logits
 
 
 class _Attention(nn.Module):

@@ -70,4 +70,5 @@ class FCN(nn.Module):
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         x = self.embeddings(self.front(dense, sparse).rows, dense)
         first, second = (output(cross(x)) for cross, output in zip(self.crosses, self.outputs, strict=True))
-        return (first + second) / 2
+        logits: Tensor = (first + second) / 2
+        return logits

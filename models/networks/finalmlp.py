@@ -49,7 +49,8 @@ class BilinearFusion(nn.Module):
         """x [B, first] and y [B, second] -> logits [B], float32 under autocast too."""
         split = x.unflatten(1, (self._heads, -1))
         products = (split.transpose(0, 1) @ self.kernel).transpose(0, 1).flatten(1) * y
-        return self.first(x) + self.second(y) + products.to(self.kernel.dtype).sum(1)
+        logits: Tensor = self.first(x) + self.second(y) + products.to(self.kernel.dtype).sum(1)
+        return logits
 
 
 class FinalMlp(nn.Module):
@@ -86,4 +87,5 @@ class FinalMlp(nn.Module):
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         x = self.front(dense, sparse).flat
         first, second = (mlp(gate(x)) for gate, mlp in zip(self.gates, self.streams, strict=True))
-        return self.fusion(first, second)
+        logits: Tensor = self.fusion(first, second)
+        return logits

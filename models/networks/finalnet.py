@@ -57,4 +57,5 @@ class FinalNet(nn.Module):
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         x = self.front(dense, sparse).flat
         first, second = (output(block(x)) for block, output in zip(self.blocks, self.outputs, strict=True))
-        return (first + second) / 2
+        logits: Tensor = (first + second) / 2
+        return logits

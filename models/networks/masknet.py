@@ -91,7 +91,8 @@ class SerialMaskNet(_MaskNet):
         e, x = self.inputs(dense, sparse)
         for block in self.blocks:
             x = block(e, x)
-        return self.output(x)
+        logits: Tensor = self.output(x)
+        return logits
 
 
 class ParallelMaskNet(_MaskNet):

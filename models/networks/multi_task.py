@@ -60,7 +60,8 @@ class SharedBottom(nn.Module):
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         x = self.front(dense, sparse)
-        return self.towers([self.mlp(x.flat, x.padded)] * self._num_tasks)
+        logits: Tensor = self.towers([self.mlp(x.flat, x.padded)] * self._num_tasks)
+        return logits
 
 
 class MMoE(nn.Module):
@@ -86,7 +87,8 @@ class MMoE(nn.Module):
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         x = self.front(dense, sparse)
         outputs = [expert(x.flat, x.padded) for expert in self.experts]
-        return self.towers([gate(x.flat, outputs) for gate in self.gates])
+        logits: Tensor = self.towers([gate(x.flat, outputs) for gate in self.gates])
+        return logits
 
 
 class ExtractionLevel(nn.Module):
@@ -172,4 +174,5 @@ class PLE(nn.Module):
         inputs = [self.front(dense, sparse).flat] * (self._num_tasks + 1)
         for level in self.levels:
             inputs = level(inputs)
-        return self.towers(inputs)
+        logits: Tensor = self.towers(inputs)
+        return logits

@@ -54,4 +54,7 @@ class XDeepFM(nn.Module):
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         x = self.front(dense, sparse)
         interactions = self.interactions(x.rows[:, :, : self.front.embedding_dim])
-        return self.linear(x.wide, dense) + self.output(torch.cat([interactions, self.mlp(x.flat, x.padded)], dim=1))
+        logits: Tensor = self.linear(x.wide, dense) + self.output(
+            torch.cat([interactions, self.mlp(x.flat, x.padded)], dim=1)
+        )
+        return logits

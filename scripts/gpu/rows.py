@@ -90,7 +90,8 @@ def small_problem(device: torch.device, steps: int = 4, batch: int = 32) -> Prob
         return ((bits >> np.uint64(40)).astype(np.float64) * 2.0**-24).reshape(sizes)
 
     def powers(size: int) -> np.ndarray:
-        return 2.0 ** -np.floor(20 * uniform(size))
+        found: np.ndarray = 2.0 ** -np.floor(20 * uniform(size))
+        return found
 
     weights = (2 * uniform(layout.size) - 1) * powers(layout.size)
     weights *= np.repeat(np.where(uniform(layout.num_rows) < 0.2, 2.0**-40, 1.0), width_of_row)

@@ -96,7 +96,7 @@ def interpret() -> None:
     """
     triton_replay.ELEMENTS = triton_rows.ELEMENTS = 512
     triton_rows.BLOCK, triton_rows.IDS = 4, 2
-    clipped_lookup.NumbaRows = row_backends.TritonRows  # type: ignore[misc,assignment]
+    clipped_lookup.NumbaRows = row_backends.TritonRows  # type: ignore[assignment,attr-defined]
 
 
 def digests(problem: Problem, backend: str) -> list[str]:

@@ -85,7 +85,8 @@ class PlainDeepFM(nn.Module):
         logits = logits + self._mlp(torch.cat([rows.flatten(1), batch.dense], 1))
         if self._linear:
             logits = logits + self._linear(batch.dense)
-        return logits.squeeze(1) + 0.5 * (rows.sum(1).square() - rows.square().sum(1)).sum(1)
+        output: Tensor = logits.squeeze(1) + 0.5 * (rows.sum(1).square() - rows.square().sum(1)).sum(1)
+        return output
 
 
 def readers(data: Path, batch_size: int, seed: int) -> Readers:

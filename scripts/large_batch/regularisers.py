@@ -94,7 +94,8 @@ class DeepFM(nn.Module):
         deep, wide = looked_up[..., :DIM], looked_up[..., DIM].sum(1)
         pairs = 0.5 * (deep.sum(1).square() - deep.square().sum(1)).sum(1)
         hidden = self.mlp(torch.cat([deep.flatten(1), dense], 1))
-        return wide + pairs + (self.linear(dense) + self.output(hidden)).squeeze(1)
+        output: Tensor = wide + pairs + (self.linear(dense) + self.output(hidden)).squeeze(1)
+        return output
 
 
 def main() -> None:

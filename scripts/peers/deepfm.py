@@ -30,4 +30,5 @@ class DeepFM(nn.Module):
         """Returns logits [B] of dense features [B, N], embeddings [B, F, D] and summed one-wide weights [B]."""
         products = 0.5 * (deep.sum(1).square() - deep.square().sum(1)).sum(1)
         flat = torch.cat([deep.flatten(1), dense], dim=1)
-        return wide + products + self.linear(dense).squeeze(1) + self.mlp(flat).squeeze(1)
+        logits: Tensor = wide + products + self.linear(dense).squeeze(1) + self.mlp(flat).squeeze(1)
+        return logits

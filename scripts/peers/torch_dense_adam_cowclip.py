@@ -32,7 +32,8 @@ class Model(nn.Module):
         """Returns logits [B] of dense features [B, N] and ids [F, B]."""
         deep = torch.stack([table(field_ids) for table, field_ids in zip(self.deep, ids, strict=True)], dim=1)
         wide = torch.cat([table(field_ids) for table, field_ids in zip(self.wide, ids, strict=True)], dim=1)
-        return self.deepfm(dense, deep, wide.sum(1))
+        logits: Tensor = self.deepfm(dense, deep, wide.sum(1))
+        return logits
 
     def tables(self) -> list[nn.Parameter]:
         return [*self.deep.parameters(), *self.wide.parameters()]

@@ -27,7 +27,8 @@ class Model(nn.Module):
         """Returns logits [B] of dense features [B, N] and ids [F, B, 1], bags of one id."""
         deep = torch.stack([table(bags) for table, bags in zip(self.deep, ids, strict=True)], dim=1)
         wide = torch.cat([table(bags) for table, bags in zip(self.wide, ids, strict=True)], dim=1)
-        return self.deepfm(dense, deep, wide.sum(1))
+        logits: Tensor = self.deepfm(dense, deep, wide.sum(1))
+        return logits
 
 
 class TorchSparseAdam:

@@ -46,7 +46,8 @@ class Model(nn.Module):
         """Returns logits [B] of dense features [B, N] and the fields' ids."""
         embedded = self.tables(sparse).to_dict()
         rows = torch.stack([embedded[field] for field in self.fields], dim=1)
-        return self.deepfm(dense, rows[:, :, :EMBEDDING_DIM], rows[:, :, EMBEDDING_DIM].sum(1))
+        logits: Tensor = self.deepfm(dense, rows[:, :, :EMBEDDING_DIM], rows[:, :, EMBEDDING_DIM].sum(1))
+        return logits
 
 
 class TorchRecFusedAdagrad:

@@ -21,6 +21,7 @@ from ..kernels.layout import (
     AdamRows,
     LookupBackward,
     LookupBags,
+    LookupIds,
     LookupLayout,
     StaleRows,
     to_float32,
@@ -29,7 +30,6 @@ from ..kernels.layout import (
 from ..kernels.profiling import ROW_GRADIENTS, profiled
 from ..kernels.threads import balanced_groups, in_threads, threads_for
 from ..kernels.torch_rows import (
-    LookupIds,
     RowGradients,
     RowSums,
     exact_root,

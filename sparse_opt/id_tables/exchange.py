@@ -89,7 +89,7 @@ class IdExchange:
         """Ranks that own the ids that a table translates; remembers which those are, and the rows of the others."""
         segments, _, self._rows = segments_of_ids(ids, splits, self._layout.mapping, 0)
         self._held = (segments >= 0).nonzero()[0]
-        owner = np.searchsorted(self._layout.first_segments[1:], segments[self._held], side="right")
+        owner: np.ndarray = np.searchsorted(self._layout.first_segments[1:], segments[self._held], side="right")
         self._sent_order = np.argsort(owner.astype(np.uint16), kind="stable")
         return owner
 
@@ -100,8 +100,9 @@ class IdExchange:
         answers = np.empty_like(rows)
         answers[self._order] = rows
         back = self._all_to_all(answers, self._counts[:, self._layout.rank], self._counts[self._layout.rank])
-        self._rows[self._held[self._sent_order]] = back
-        return self._rows
+        found: np.ndarray = self._rows
+        found[self._held[self._sent_order]] = back
+        return found
 
     def all_columns(self, values: np.ndarray) -> np.ndarray:
         """Concatenated columns of all ranks, from int64 [k, n] of this rank; n may differ."""

@@ -11,7 +11,7 @@ blocks, two partial groups, and the sums of the groups between them.
 """
 
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,8 +27,7 @@ from ..algorithm.adam import (
     ftrl_element,
     table_scalars,
 )
-from .layout import AdamState, DeviceSteps, LookupBags, LookupLayout, RowResults, TableClips
-from .torch_rows import LookupIds
+from .layout import AdamState, DeviceSteps, LookupBags, LookupIds, LookupLayout, RowResults, TableClips
 
 MOST_PROGRAMS = 1 << 16
 """Largest grid; programs take several blocks of rows in turn. Starting more would cost more than they save."""
@@ -635,7 +634,7 @@ class DeviceRows:
         return results
 
     @property
-    def _arguments(self) -> tuple:
+    def _arguments(self) -> tuple[Any, ...]:
         return self.ids, self._count, self._output, self._layout, self._partial
 
     def _results(self) -> RowResults:

@@ -275,4 +275,5 @@ def _last_steps(case: Case, first: int, count: int) -> Tensor:
 
 def last_steps(last_samples: np.ndarray, batch_size: int, steps: int) -> np.ndarray:
     """The step (from 1) of each row's last sample (from 1, 0 for none) in a stream of ``steps`` steps: int32."""
-    return np.minimum(-(-last_samples.astype(np.int32) // np.int32(batch_size)), np.int32(steps))
+    found: np.ndarray = np.minimum(-(-last_samples.astype(np.int32) // np.int32(batch_size)), np.int32(steps))
+    return found

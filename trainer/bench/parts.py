@@ -130,7 +130,7 @@ def _mark(device: torch.device) -> Any:
 
 def _seconds(begin: Any, end: Any) -> float:
     """Time from one mark to another that the device has reached."""
-    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
 
 
 def memory(key: str, device: torch.device) -> int:
@@ -182,7 +182,7 @@ def profile_steps(
 
     def total(*prefixes: str) -> float:
         found = [each for each in ranges if each.key.startswith(prefixes)]
-        return sum(each.device_time_total if on_cuda else each.cpu_time_total for each in found)
+        return float(sum(each.device_time_total if on_cuda else each.cpu_time_total for each in found))
 
     parts, launches = dict.fromkeys(PARTS, 0.0), None
     parts["input"] = total(*_INPUT) + total(*_EXCHANGE)

@@ -67,7 +67,8 @@ class ClickDCN(DLRM_DCN):
     """TorchRec's DLRM_DCN with logits [B] instead of [B, 1]."""
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        return super().forward(dense_features, sparse_features).squeeze(1)
+        output: Tensor = super().forward(dense_features, sparse_features).squeeze(1)
+        return output
 
 
 def measure_mlperf(config: RunConfig, rows: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
@@ -145,7 +146,7 @@ def mlperf_bytes_per_sample(batch: Batch) -> float:
     """
     width, features = 4 * EMBEDDING_DIM, batch.sparse.to_dict().values()
     distinct = sum(feature.values().unique().numel() for feature in features) / batch.label.numel()
-    return 4 * sum(IDS_PER_SAMPLE) + 4 * width * len(features) + (3 * width + 8) * distinct
+    return float(4 * sum(IDS_PER_SAMPLE) + 4 * width * len(features) + (3 * width + 8) * distinct)
 
 
 class _PooledRows(nn.Module):

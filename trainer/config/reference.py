@@ -71,7 +71,7 @@ def toml_text(value: Any) -> str:
     return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
 
 
-def _default(field: dataclasses.Field) -> str:
+def _default(field: dataclasses.Field[Any]) -> str:
     value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
     return "" if value is None or value is dataclasses.MISSING else toml_text(value)
 

@@ -330,7 +330,8 @@ class ClipConfig:
         for each in dataclasses.fields(kind):
             if each.default is dataclasses.MISSING and each.name not in given:
                 raise UserError(f"clip.rule = {self.rule!r} needs clip.{each.name}")
-        return kind(**given)
+        rule: ClipRule = kind(**given)
+        return rule
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Quality:
 
         Those of each of several tasks are ``auc_<task>`` and so on.
         """
-        values = _plain(dataclasses.asdict(dataclasses.replace(self, by_task=None)))
+        values: dict[str, Any] = _plain(dataclasses.asdict(dataclasses.replace(self, by_task=None)))
         for task, quality in (self.by_task or {}).items():
             values |= {f"{name}_{task}": value for name, value in quality.values().items()}
         return values

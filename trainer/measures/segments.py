@@ -124,7 +124,8 @@ def id_count_thirds(data_dir: Path, split: str, train_rows: int | None = None) -
     values = log_id_counts(data_dir, split, [field.name for field in Schema.load(data_dir).sparse], train_rows)
     first, second = (-(-len(values) * part // 3) - 1 for part in (1, 2))
     ordered = np.partition(values, (first, second))
-    return (values > ordered[first]).astype(np.int8) + (values > ordered[second])
+    found: np.ndarray = (values > ordered[first]).astype(np.int8) + (values > ordered[second])
+    return found
 
 
 def newest_samples(data_dir: Path, split: str) -> np.ndarray | None:

@@ -400,6 +400,7 @@ class Turns:
         part = self._peers.scattered(parts)
         if isinstance(part, Exception):
             raise part
+        turn: Turn
         turn, content = part
         batch = arrived.batch if arrived is not None else None
         if content is not None:

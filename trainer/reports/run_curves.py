@@ -74,7 +74,8 @@ class RunCurves:
         ends, epochs = _column(self.epochs, "step"), _column(self.epochs, "epoch") + 1
         ends, epochs = np.append(0, ends), np.append(0, epochs)
         later = epochs[-1] + (steps - ends[-1]) * (epochs[-1] - epochs[-2]) / (ends[-1] - ends[-2])
-        return np.where(steps > ends[-1], later, np.interp(steps, ends, epochs))
+        found: np.ndarray = np.where(steps > ends[-1], later, np.interp(steps, ends, epochs))
+        return found
 
 
 def curves_table(runs: Sequence[RunCurves]) -> str:

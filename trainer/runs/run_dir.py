@@ -219,7 +219,7 @@ def _same_vocabulary(run: Path, data: Path, *, restored: bool) -> bool:
                 f"vocabulary file {path} is missing or damaged; prepare the data set again, or continue the run with"
                 " --resume, which restores its own"
             ) from None
-    return ids[0].equals(ids[1])
+    return bool(ids[0].equals(ids[1]))
 
 
 def _same_bytes(one: Path, other: Path) -> bool:

@@ -232,7 +232,7 @@ def _store_of_next_group(process: Process) -> dist.Store:
 @cache
 def _launched_store(timeout: timedelta) -> dist.Store:
     """torchrun's store, or rank 0's. It stays open, since others may still connect to rank 0's for the next group."""
-    store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+    store: dist.Store = next(dist.rendezvous("env://", timeout=timeout))[0]
     return store
 
 
