@@ -78,7 +78,6 @@ def online(
     Raises:
         ValueError: a setting, data set, source or target does not work.
         NonFiniteLoss: the loss became NaN or infinite; the last checkpoint is kept, and nothing later was published.
-        ProcessLost: another process hangs or has ended.
         Interrupted: the run was asked to stop and has saved a checkpoint.
     """
     config = checked_config(config)

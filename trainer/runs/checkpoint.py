@@ -13,7 +13,7 @@ import logging
 import pickle
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -47,13 +47,13 @@ from .run_dir import CHECKPOINTS
 FORMAT = 1
 _PREFIX, _PARTIAL, _REPLACED = "step_", ".partial", "replaced.partial"
 _LONGEST_SKEW = timedelta(minutes=30)
-"""Longest wait of a process that has written its part for those that have not; see `Heartbeat.lost`."""
+"""Longest wait of a process that has written its part for those that have not."""
 _FILE_BYTES, _MOST_FILES = 1 << 30, 8
 """A process writes a file for each of so many bytes, at most so many files: side by side, as their checksums."""
 _ABANDON_SECONDS = 10.0
 """Longest wait for a checkpoint when the run fails; a process that hangs or has ended never completes its part.
 
-With the search for lost processes it is less than the half minute after which torchrun kills.
+It is less than the half minute after which torchrun kills.
 """
 
 WriteFiles = Callable[[Path], None]
@@ -124,23 +124,16 @@ class Checkpoints:
 
     Args:
         place: of the run, to which checkpoints are uploaded while training continues.
-        lost: returns which processes are lost, see `Heartbeat.lost`; asked where the others keep this one waiting.
 
     Attributes:
         folder, fetch: local folder of the checkpoints, and what gets files of them that this host lacks.
         latest: the newest checkpoint known to be complete.
     """
 
-    def __init__(
-        self,
-        place: RunPlace,
-        config: CheckpointConfig,
-        process: Process,
-        lost: Callable[[], str] = lambda: "",
-    ):
+    def __init__(self, place: RunPlace, config: CheckpointConfig, process: Process):
         self.latest: Path | None = None
         self.folder, self.fetch = place.folder / CHECKPOINTS, place.fetch
-        self._place, self._config, self._process, self._lost = place, config, process, lost
+        self._place, self._config, self._process = place, config, process
         # The writing threads need their own group: their collectives must not interleave with the model's, and are on
         # the CPU, which the default group of a single GPU does not reach.
         own = process.world_size > 1 or process.device.type == "cuda"
@@ -256,9 +249,6 @@ class Checkpoints:
         step, sealed = self._pending
         self._pending = self._failure = None
         try:
-            while not wait([sealed], self._process.timeout.total_seconds()).done:
-                if lost := self._lost():
-                    raise RuntimeError(f"the checkpoint of step {step} could not be written: {lost}")
             self.latest = sealed.result() or self.latest
         except RuntimeError:  # the processes cannot communicate; an error of one of them is a CheckpointException
             raise

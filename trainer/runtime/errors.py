@@ -19,10 +19,6 @@ class NonFiniteLoss(RunError):
     """The loss became NaN or infinite; the message names the step and the last good checkpoint."""
 
 
-class ProcessLost(RunError):
-    """Another process of the run hangs or has ended."""
-
-
 class ProcessFailed(RunError):
     """A subprocess ended without a result; the message is its error, or how it ended."""
 

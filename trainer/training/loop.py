@@ -52,7 +52,7 @@ from ..runs.run_dir import (
 from ..runs.trackers import TRACKERS, TrackedRun, Tracking, flattened, require_trackers
 from ..runtime.errors import Interrupted, NonFiniteLoss
 from ..runtime.processes import Process, on_first, process_group
-from ..runtime.stopping import Heartbeat, LossWatch, StopRequest, ignoring_sigterm, stop_requests
+from ..runtime.stopping import LossWatch, StopRequest, ignoring_sigterm, stop_requests
 from ..sharded_model.build import has_batch_norm
 from ..sharded_model.run_plan import RunPlan
 from ..sharded_model.sharding import SHARDING, describe_sharding, sharding_line
@@ -92,7 +92,6 @@ def train(
     Raises:
         ValueError: a setting or data set does not work; nothing has been trained.
         NonFiniteLoss: the loss became NaN or infinite; the checkpoints of earlier epochs are kept.
-        ProcessLost: another process hangs or has ended.
         Interrupted: the run was asked to stop and has saved a checkpoint.
     """
     started = time.perf_counter()
@@ -432,8 +431,8 @@ class Trainer:
         self.sharding = describe_sharding(self.state.model, plan.bags)
         self.set_aside = self._set_aside_in_a_row = 0
         self._set_aside_for = ""
-        self._heartbeat, self._losses = Heartbeat(process), LossWatch(process)
-        self.checkpoints = Checkpoints(place, config.checkpoint, process, self._heartbeat.lost)
+        self._losses = LossWatch(process)
+        self.checkpoints = Checkpoints(place, config.checkpoint, process)
 
     @property
     def steps(self) -> int:
@@ -456,8 +455,7 @@ class Trainer:
                 self.warn(warning)
             self.checkpoints.clean()
             try:
-                with self._heartbeat.names_the_lost():
-                    yield
+                yield
             except Exception:
                 with ignoring_sigterm():
                     self.checkpoints.abandon()
@@ -493,7 +491,6 @@ class Trainer:
         else:
             self._set_aside_in_a_row = 0
             self._losses.add(step.loss, self.steps - 1)
-        self._heartbeat.reached(self.steps)
         return step
 
     def require_trained(self) -> None:

@@ -22,7 +22,7 @@ from cowrec.errors import UserError
 from cowrec.files import write_file
 from cowrec.sparse_opt.versions import UnmatchedVersions
 from cowrec.trainer.config.run import config_from
-from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed, ProcessLost, is_message, message_of
+from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed, is_message, message_of
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.training import saved_run
 from online_cases import case_fixture
@@ -41,7 +41,7 @@ def test_only_what_cowrec_raises_for_users_is_a_message() -> None:
     """And what the system says of files; not the errors of libraries, which are bugs."""
     assert is_message(raised(lambda: config_from({"train": {"batch_size": -2}})))
     assert is_message(raised(lambda: Path("/no/such/file").read_text()))
-    assert all(is_message(kind("the loss was not finite")) for kind in (NonFiniteLoss, ProcessLost, ProcessFailed))
+    assert all(is_message(kind("the loss was not finite")) for kind in (NonFiniteLoss, ProcessFailed))
     assert not is_message(raised(lambda: np.zeros(3).reshape(2, 2)))
     assert is_message(UserError("train.seed must be at least 0"))
     assert is_message(UnmatchedVersions("install torchrec"))

@@ -6,7 +6,6 @@ import random
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,11 +22,10 @@ from torch.distributed.checkpoint import FileSystemWriter
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
 from cowrec.trainer.runs.remote_run import RunPlace
-from cowrec.trainer.runtime.errors import ProcessLost
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.processes import process_group as trainer_process_group
-from cowrec.trainer.runtime.stopping import Heartbeat, LossWatch
-from process_groups import in_processes, process_group, start_in_processes
+from cowrec.trainer.runtime.stopping import LossWatch
+from process_groups import in_processes, process_group
 from run_comparison import assert_same, lines, wait_for
 from trained_runs import data_folder, make_folder
 from trainer_cases import ENVIRONMENT, case_of, free_port, launched_as, newest_progress, train_in_processes
@@ -81,13 +79,13 @@ def test_kills_at_random_moments_change_no_bit(
     assert not list(run_dir.rglob("*.partial"))
 
 
-def test_a_hung_rank_is_named(folder: Path, tmp_path: Path, start) -> None:
+def test_a_hung_rank_ends_the_run(folder: Path, tmp_path: Path, start) -> None:
     endless = ["train.epochs=100000", "train.timeout_seconds=5"]
     launcher = start(*training(folder, tmp_path / "run", *endless), processes=2)
     wait_for(lambda: lines(tmp_path / "run") > 5)
-    _, hung = launcher.ranks()
+    waiting, hung = launcher.ranks()
     hung.send_signal(signal.SIGSTOP)
-    line_with(launcher, f"no heartbeat from rank 1 on {socket.gethostname()} (last heartbeat at step")
+    waiting.wait(timeout=600)
     hung.kill()
     assert launcher.wait(timeout=600) != 0
 
@@ -220,45 +218,23 @@ def test_all_processes_read_the_same(tmp_path: Path) -> None:
 TIMEOUT = 5.0
 
 
-def write(rank: int, folder: Path, port: int, end: str) -> None:
-    """Rank 1 writes for twice the timeout, or hangs."""
+def write(rank: int, folder: Path, port: int) -> None:
+    """Rank 1 writes for twice the timeout."""
     launched_as(rank, 2, port)
     original = FileSystemWriter.write_data
 
     def late(*arguments, **settings):
-        if end == "hangs":
-            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(2 * TIMEOUT)
         return original(*arguments, **settings)
 
     with trainer_process_group("cpu", TIMEOUT) as process:
-        heartbeat = Heartbeat(process)
-        place = RunPlace(folder, resume=True)
-        checkpoints = Checkpoints(place, CheckpointConfig(), process, heartbeat.lost)
+        checkpoints = Checkpoints(RunPlace(folder, resume=True), CheckpointConfig(), process)
         with patch.object(FileSystemWriter, "write_data", late if rank else original):
-            try:
-                with heartbeat.names_the_lost():
-                    checkpoints.save({"x": torch.ones(3)}, Progress(1), {})
-                    checkpoints.finish()
-            except ProcessLost as error:
-                (folder / "error").write_text(str(error))
-                os._exit(7)
+            checkpoints.save({"x": torch.ones(3)}, Progress(1), {})
+            checkpoints.finish()
         assert (checkpoints._failure, checkpoints.latest is not None) == (None, rank == 0)
 
 
 def test_a_slow_process_is_waited_for(tmp_path: Path) -> None:
-    in_processes(write, (tmp_path, free_port(), "writes"), 2)
+    in_processes(write, (tmp_path, free_port()), 2)
     assert (tmp_path / "checkpoints" / "step_000000001" / "checkpoint.json").exists()
-
-
-@pytest.mark.thorough
-def test_a_hung_process_is_named(tmp_path: Path) -> None:
-    processes = start_in_processes(write, [(tmp_path, free_port(), "hangs")] * 2)
-    try:
-        processes[0].join(300)
-        assert processes[0].exitcode == 7
-        assert "no heartbeat from rank 1" in (tmp_path / "error").read_text()
-    finally:
-        for each in processes:
-            each.kill()
-            each.join()

@@ -92,20 +92,18 @@ def test_hosts_of_two_processes_train_as_one_process(folder: Path, tmp_path: Pat
     assert_close(up_to_date(tmp_path / "one"), up_to_date(tmp_path / "run"), rtol=1e-4)
 
 
-OF_RANK_1 = r"no heartbeat from rank 1 on host2 \(last heartbeat at"
-OF_RANK_0 = "rank 0 on host1 (has ended, or its machine )?does not answer"
 FAULTS = {
-    "host 2 loses its power": ("crash", "host2", "host1", OF_RANK_1),
-    "host 1 loses its power": ("crash", "host1", "host2", OF_RANK_0),
-    "host 2 hangs": ("freeze", "host2", "host1", OF_RANK_1),
-    "the link of host 2 is cut": ("cut", "host2", "host1", OF_RANK_1),
+    "host 2 loses its power": ("crash", "host2", "host1"),
+    "host 1 loses its power": ("crash", "host1", "host2"),
+    "host 2 hangs": ("freeze", "host2", "host1"),
+    "the link of host 2 is cut": ("cut", "host2", "host1"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_lost_host_is_named_and_the_other_ends(folder: Path, tmp_path: Path, fault: str) -> None:
+def test_where_a_host_is_lost_the_other_ends(folder: Path, tmp_path: Path, fault: str) -> None:
     """Also where it had rank 0 and torchrun's store; with Linux's default the other would wait for a quarter hour."""
-    what, whom, other, message = FAULTS[fault]
+    what, whom, other = FAULTS[fault]
     with hosts(2, tmp_path / "logs") as two:
         for name in two.names:  # as docs/train.md recommends
             two.run(name, ["sh", "-c", "echo 5 > /proc/sys/net/ipv4/tcp_retries2"])
@@ -113,7 +111,6 @@ def test_a_lost_host_is_named_and_the_other_ends(folder: Path, tmp_path: Path, f
         start(two, training(folder, tmp_path / "run", ENDLESS, restarts=restarts))
         wait_for(lambda: lines(tmp_path / "run") > 10)
         {"crash": two.crash, "cut": two.cut, "freeze": lambda name: two.send(name, signal.SIGSTOP)}[what](whom)
-        wait_for(lambda: bool(re.search(message, two.log(other))))
         assert two.wait(600, [other])[other] != 0
 
 
