@@ -139,7 +139,7 @@ def train_cowrec(
     read = readers(data, config.train.batch_size, seed)
     found: dict[str, list[Any]] = {"validation": [], "test": []}
     with process_group("cpu") as process:
-        schedule = Schedule.of_epochs(config.optimizer, len(read.train), epochs * len(read.train), Schedule().ramp)
+        schedule = Schedule.of_epochs(config.optimizer, len(read.train), epochs * len(read.train))
         state = TrainState(RunPlan.of(config, read.train.schema, process, schedule=schedule))
         for epoch in range(epochs):
             batches = map(state.ids.training, read.train.epoch(epoch))

@@ -102,10 +102,6 @@ PARTS = {
     "ten_epochs_l2": Part(
         ("criteo",), ("half_life",), (128,), seeds=1, variants=_l2(2, 4, 11, 128, more=("train.epochs=10",))
     ),
-    # The run begins with five steps at each doubling of the base batch.
-    "ramp": Part(
-        ("synthetic", "criteo", "movielens"), ("half_life",), (128, 512), variants=(("", ("train.batch_ramp=5",)),)
-    ),
     # The learning rates fall to zero over the run.
     "decay": Part(
         ("criteo",),

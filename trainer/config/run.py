@@ -73,12 +73,6 @@ class RunConfig:
                 f'optimizer.embedding = "fbgemm_cowclip" does its own clipping, not clip.rule = {self.clip.rule!r};'
                 ' set clip.rule = "none", or optimizer.embedding = "rowwise_adagrad"'
             )
-        if self.train.batch_ramp and self.optimizer.embedding != "adam":
-            raise UserError(
-                f"train.batch_ramp = {self.train.batch_ramp} changes betas, eps and L2 between steps, but"
-                f" optimizer.embedding = {self.optimizer.embedding!r} keeps those that it was built with; set"
-                ' train.batch_ramp = 0, or optimizer.embedding = "adam"'
-            )
         if self.train.patience and self.checkpoint.keep_best == "none":
             raise UserError(
                 f"train.patience = {self.train.patience} needs the best epoch's checkpoint; set checkpoint.keep_best to"

@@ -45,9 +45,6 @@ class TrainConfig:
             with at least 100 full steps in an epoch, but from 64 to 512. "auto" (or -1): the largest power of two with
             which the run has 200 steps, but from 64 to 65,536. Both are optimizer.base_batch_size online.
         eval_batch_size: the same at evaluation.
-        batch_ramp: steps at each of optimizer.base_batch_size, twice that, four times that and so on, while below
-            batch_size, with which the run begins, each with the scaled values of its batch size; needs
-            optimizer.embedding = "adam". 0: every step has batch_size.
         accumulation: parts of each global batch that a process takes one after the other, each with its forward and
             backward pass, before the one step and clip over all of them: less memory for activations, the same results
             up to rounding. Not with collisionless id tables, nor online.
@@ -75,14 +72,10 @@ class TrainConfig:
         cuda_graph: on CUDA with one process, launch each step at once, as a captured CUDA graph, where the run allows
             it: one id in each field, optimizer.embedding = "adam", and not optimizer.absent_rows = "dense". Results do
             not depend on it.
-        on_nonfinite: at a batch whose loss or gradient is not finite, or so large that moments would overflow: "stop",
-            where the loss is checked with the metrics; or "skip" the batch, which is logged: it changes neither weights
-            nor moments, and each step then waits for the device. Ten such batches in a row end the run.
     """
 
     batch_size: int = 0
     eval_batch_size: int = 16384
-    batch_ramp: int = 0
     accumulation: int = 1
     epochs: int = 2
     validation_fraction: float = 0.0
@@ -99,15 +92,9 @@ class TrainConfig:
     task_weights: dict[str, float] = field(default_factory=dict)
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     cuda_graph: bool = True
-    on_nonfinite: OnNonfinite = "stop"
 
     def __post_init__(self) -> None:
-        require_at_least("train", self, "log_seconds batch_ramp patience")
-        if self.batch_ramp and self.on_nonfinite == "skip":
-            raise UserError(
-                f'train.batch_ramp = {self.batch_ramp} needs train.on_nonfinite = "stop": a batch that is skipped is no'
-                " step, and batches of the next size would train with the settings of the one before"
-            )
+        require_at_least("train", self, "log_seconds patience")
         is_size = isinstance(self.batch_size, int) and self.batch_size >= AUTO_BATCH
         require("train.batch_size", self.batch_size, is_size, f'at least 0, or "auto", in Python {AUTO_BATCH}')
         require_at_least("train", self, "eval_batch_size epochs log_every", 1)

@@ -81,11 +81,6 @@ def online(
         Interrupted: the run was asked to stop and has saved a checkpoint.
     """
     config = checked_config(config)
-    if config.train.batch_ramp:
-        raise UserError(
-            f"train.batch_ramp = {config.train.batch_ramp} is for the first epoch of a data set, and a stream has none;"
-            " add --set train.batch_ramp=0"
-        )
     if config.train.accumulation > 1:
         given = f"train.accumulation = {config.train.accumulation}"
         raise UserError(f"{given} is for data sets, not for streams; add --set train.accumulation=1")
@@ -301,7 +296,12 @@ class _OnlineRun:
     def report(self) -> dict[str, Any]:
         """Summarizes the run, on all processes alike."""
         id_tables = self.state.id_tables.counters() if self.state.id_tables else None
-        shared = {"world_size": self.process.world_size, "id_tables": id_tables, **self.trainer.report()}
+        shared = {
+            "world_size": self.process.world_size,
+            "id_tables": id_tables,
+            "batches_set_aside": self.trainer.set_aside,
+            **self.trainer.report(),
+        }
         return from_first(self.process, lambda: {**self.measured.report(self.stream), **shared})
 
     def warn_of_vocabularies(self) -> None:

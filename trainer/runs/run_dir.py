@@ -36,7 +36,7 @@ FITTED = "data"
 
 _MAY_CHANGE = {
     "data": "dir resident",
-    "train": "epochs device eval_batch_size log_every log_seconds timeout_seconds cuda_graph trackers on_nonfinite",
+    "train": "epochs device eval_batch_size log_every log_seconds timeout_seconds cuda_graph trackers",
     "evaluate": "by_id_counts",
     "checkpoint": "every_steps keep_last keep_best",
     "online": "snapshot_seconds report_seconds metrics_host metrics_port metrics_file_bytes damaged_files on_nonfinite"

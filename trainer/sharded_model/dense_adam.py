@@ -1,13 +1,12 @@
 """Dense optimizer: Adam whose learning rate is set before every step, in memory that a captured CUDA graph reads."""
 
 from collections.abc import Callable, Mapping
-from math import inf, log, sqrt
+from math import inf, sqrt
 
 import torch
 from torch import Tensor, nn
 
 from cowrec.sparse_opt import Hyperparameters
-from cowrec.sparse_opt.algorithm.adam import BetaHistory
 
 
 class DenseAdam:
@@ -15,14 +14,12 @@ class DenseAdam:
 
     Everything that changes from step to step is a tensor on the parameters' device. Epsilon is a number, hence
     constant: Keras' form, ``lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``, is torch's form for infinitely
-    many steps, whose corrections ``1 - b^t`` are 1, at a learning rate that contains both corrections. In torch's form
-    after a change of the betas, t is a number of steps at which the second correction is right, and the learning rate
-    contains what the first one then lacks.
+    many steps, whose corrections ``1 - b^t`` are 1, at a learning rate that contains both corrections.
 
     It takes the calls of a torch.optim.Optimizer that pipelines make, in a fifth of the host time of torch's Adam.
 
     Args:
-        hyperparameters: betas, eps and weight decay of the first steps.
+        hyperparameters: betas, eps and weight decay.
         admits: called once the gradients of a step are complete; False leaves the step out. By default all are taken.
     """
 
@@ -35,7 +32,6 @@ class DenseAdam:
     ) -> None:
         device = next(iter(parameters.values())).device
         self._parameters, self._hyperparameters = dict(parameters), hyperparameters
-        self._betas, self._counted = BetaHistory(hyperparameters.betas), 0.0
         self._rate, self._rate_now = torch.zeros((), device=device), 0.0
         self._kept = torch.ones((), device=device)
         self._passes, self._passes_taken = 1, 0
@@ -55,29 +51,13 @@ class DenseAdam:
         """Sets the learning rate of step ``step``, counted from 0, on the device."""
         rate = lr
         if self._corrects_in_rate:
-            first, second = self._betas.products(step + 1)
+            first, second = (beta ** (step + 1) for beta in self._hyperparameters.betas)
             rate *= sqrt(1 - second) / (1 - first)
-        elif self._betas.since:
-            first, _ = self._betas.products(step + 1)
-            rate *= (1 - self._betas.betas[0] ** (self._counted + step + 1 - self._betas.since)) / (1 - first)
         if rate != self._rate_now:
             self._rate.fill_(rate)
             self._rate_now = rate
         if self._hyperparameters.dense_weight_decay:
             self._kept.fill_(1 - lr * self._hyperparameters.dense_weight_decay)
-
-    def reconfigure(self, hyperparameters: Hyperparameters, after: int) -> None:
-        """Changes betas, eps and weight decay of the steps after step ``after``; the bias corrections follow the betas
-        of all steps.
-
-        Before saved tensors are loaded, repeat the calls of the steps to load.
-        """
-        self._betas = self._betas.changed(hyperparameters.betas, after)
-        self._hyperparameters = hyperparameters
-        if not self._corrects_in_rate:
-            self._counted = _steps_until(self._betas.earlier[1], hyperparameters.betas[1])
-            for own in self._state.values():
-                own["step"].fill_(self._counted)
 
     def accumulate(self, passes: int) -> None:
         """Makes one step of every ``passes`` calls of :meth:`step`, whose gradients add up."""
@@ -136,14 +116,3 @@ class DenseAdam:
         """Moments of each parameter by name, and for torch's form its steps, sharing the optimizer's memory."""
         saved = ("exp_avg", "exp_avg_sq") if self._corrects_in_rate else ("exp_avg", "exp_avg_sq", "step")
         return {name: {key: own[key] for key in saved} for name, own in self._state.items()}
-
-
-_ENDLESS = 1e30
-"""Steps after which no beta has a product above 0, in float32."""
-
-
-def _steps_until(product: float, beta: float) -> float:
-    """Number of steps, whole or not, whose betas have a product: ``beta^steps = product``; finite, as it is saved."""
-    if product == 1:
-        return 0.0
-    return min(log(product) / log(beta), _ENDLESS) if product and beta else _ENDLESS

@@ -6,8 +6,7 @@ fields the tables, of the processes the kind of sharding of each table.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from math import ceil, cos, floor, pi
 from typing import Any
 
@@ -50,8 +49,8 @@ class Scaled:
     wide: FtrlConfig | None
 
     @classmethod
-    def of(cls, config: RunConfig, batch_size: int | None = None) -> "Scaled":
-        """Scales to a batch size, by default the run's.
+    def of(cls, config: RunConfig) -> "Scaled":
+        """Scales to the batch size of the run.
 
         Raises:
             ValueError: a step would take more than the whole of a weight by weight decay.
@@ -63,7 +62,7 @@ class Scaled:
         base = Hyperparameters(**{name: getattr(optimizer, name) for name in names})
         sizes: dict[str, Any] = {
             "base_batch_size": optimizer.base_batch_size,
-            "batch_size": batch_size or config.train.batch_size,
+            "batch_size": config.train.batch_size,
             "rule": optimizer.scaling,
         }
         wide = FtrlConfig(optimizer.wide_alpha, batch_size=sizes["batch_size"])
@@ -95,10 +94,10 @@ class RunPlan:
         bags: the same tables as TorchRec describes them.
         kinds: kind of sharding of each table; "auto" where TorchRec's planner decides.
         train_rows: samples of the training split that are trained on; the others are for validation.
-        epoch_steps: steps of an epoch at the run's own batch size.
-        steps: of the whole run, those of the batch ramp included.
-        schedule: learning rates and batch sizes by step.
-        stages: scaled values by the first step, from 0, of each batch size; without a batch ramp there is one.
+        epoch_steps: steps of an epoch.
+        steps: of the whole run.
+        schedule: learning rates by step.
+        scaled: values at the batch size of the run.
     """
 
     config: RunConfig
@@ -111,7 +110,7 @@ class RunPlan:
     epoch_steps: int
     steps: int
     schedule: "Schedule"
-    stages: Mapping[int, Scaled]
+    scaled: Scaled
 
     @classmethod
     def of(
@@ -137,11 +136,9 @@ class RunPlan:
         bags = tuple(embedding_tables(schema, tables) if bags is None else bags)
         rows = schema.splits["train"].rows if "train" in schema.splits else 0
         train_rows = rows - round(rows * config.train.validation_fraction)
-        ramp, size = BatchRamp.of(config), config.train.batch_size
-        epoch_steps = len(GlobalBatches(train_rows, size))
-        first_steps = len(GlobalBatches(train_rows, size, ramp.first_batches))
-        steps = first_steps + epoch_steps * (config.train.epochs - 1)
-        schedule = schedule or Schedule.of_epochs(config.optimizer, epoch_steps, steps, ramp)
+        epoch_steps = len(GlobalBatches(train_rows, config.train.batch_size))
+        steps = epoch_steps * config.train.epochs
+        schedule = schedule or Schedule.of_epochs(config.optimizer, epoch_steps, steps)
         return cls(
             config,
             schema,
@@ -153,22 +150,8 @@ class RunPlan:
             epoch_steps,
             steps,
             schedule,
-            {first: Scaled.of(config, each) for first, each in (schedule.ramp.stages or {0: size}).items()},
+            Scaled.of(config),
         )
-
-    @property
-    def ramp(self) -> "BatchRamp":
-        return self.schedule.ramp
-
-    @cached_property
-    def scaled(self) -> Scaled:
-        """Values at the run's own batch size, which its last stage has."""
-        return self.stages[max(self.stages)]
-
-    @property
-    def changes(self) -> Mapping[int, Scaled]:
-        """Values by the first step that has them; empty without a batch ramp, where they never change."""
-        return self.stages if len(self.stages) > 1 else {}
 
     @property
     def is_collisionless(self) -> bool:
@@ -189,61 +172,8 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
-class BatchRamp:
-    """Batch sizes of a run's first steps: some steps at each size, then the run's own size to the end.
-
-    Without sizes, which is the default, there is no ramp.
-
-    Attributes:
-        steps_per_size: steps at each size.
-        sizes: global batch sizes, ascending.
-        batch_size: of all later steps.
-    """
-
-    steps_per_size: int = 0
-    sizes: tuple[int, ...] = ()
-    batch_size: int = 1
-
-    @classmethod
-    def of(cls, config: RunConfig) -> "BatchRamp":
-        """The ramp of a run: `train.batch_ramp` steps each at the base batch size and its doubles below the run's."""
-        steps, base, batch_size = config.train.batch_ramp, config.optimizer.base_batch_size, config.train.batch_size
-        doublings = range(batch_size.bit_length()) if steps else ()
-        return cls(steps, tuple(base << each for each in doublings if base << each < batch_size), batch_size)
-
-    @cached_property
-    def steps(self) -> int:
-        """Steps of the ramp."""
-        return self.steps_per_size * len(self.sizes)
-
-    @property
-    def first_batches(self) -> tuple[int, ...]:
-        """Batch size of each of its steps."""
-        return tuple(size for size in self.sizes for _ in range(self.steps_per_size))
-
-    @cached_property
-    def samples(self) -> int:
-        """Samples of its steps."""
-        return self.steps_per_size * sum(self.sizes)
-
-    @property
-    def stages(self) -> dict[int, int]:
-        """First step, from 0, and batch size of each stage, that after the ramp included; empty without a ramp."""
-        sizes = (*self.sizes, self.batch_size) if self.sizes else ()
-        return {number * self.steps_per_size: size for number, size in enumerate(sizes)}
-
-    def full_steps(self, step: int) -> float:
-        """Steps of the run's own batch size that have as many samples as the first ``step`` steps."""
-        if step >= self.steps:
-            return step - self.steps + self.samples / self.batch_size
-        return sum(self.first_batches[:step]) / self.batch_size
-
-
-@dataclass(frozen=True)
 class Schedule:
-    """Learning rates by step, counted from 0, as multiples of those of the step's batch size.
-
-    Warm-up and decay count samples, in steps of the run's own batch size: a step of the ramp counts for its part.
+    """Learning rates by step, counted from 0, as multiples of the scaled rates.
 
     Attributes:
         warmup_steps: steps over which the network's rate rises linearly from 1e-8, as in the CowClip reference:
@@ -252,36 +182,34 @@ class Schedule:
         decay_steps: T: steps of the whole run for "linear", ``1 - k / T``, and for "cosine",
             ``(1 + cos(pi * k / T)) / 2`` (arXiv 1608.03983, equation 5, without restarts); steps between two falls for
             a number of epochs, of which each is to a tenth: ``0.1 ** floor(k / T)``.
-        ramp: batch sizes of the first steps.
     """
 
     warmup_steps: float = 0
     decay: LrDecay = "none"
     decay_steps: float = 1
-    ramp: BatchRamp = field(default_factory=BatchRamp)
 
     @classmethod
-    def of_epochs(cls, config: OptimizerConfig, epoch_steps: int, total_steps: int, ramp: BatchRamp) -> "Schedule":
+    def of_epochs(cls, config: OptimizerConfig, epoch_steps: int, total_steps: int) -> "Schedule":
         """The schedule of a run over epochs, whose steps are counted as in :class:`RunPlan`."""
         decay = config.lr_decay or "none"
-        steps = ramp.full_steps(total_steps) if isinstance(decay, str) else decay * epoch_steps
-        return cls(ceil(config.warmup_epochs * epoch_steps - 1e-9), decay, steps, ramp)
+        steps = total_steps if isinstance(decay, str) else decay * epoch_steps
+        return cls(ceil(config.warmup_epochs * epoch_steps - 1e-9), decay, steps)
 
     def embedding_lr(self, values: Hyperparameters, step: int) -> float:
-        return values.embedding_lr * self._left(self.ramp.full_steps(step))
+        return values.embedding_lr * self._left(step)
 
     def dense_lr(self, values: Hyperparameters, step: int) -> float:
-        lr, done, steps = values.dense_lr, self.ramp.full_steps(step), self.warmup_steps
+        lr, steps = values.dense_lr, self.warmup_steps
         if steps:
             start = min(_WARMUP_START, lr)  # a rate of 0 stays 0
-            lr = start + (lr - start) * min(done, steps) / steps
-        return lr * self._left(done)
+            lr = start + (lr - start) * min(step, steps) / steps
+        return lr * self._left(step)
 
-    def _left(self, done: float) -> float:
-        """Share of the rate that the decay has left after as many steps."""
+    def _left(self, step: int) -> float:
+        """Share of the rate that the decay leaves to a step."""
         if self.decay == "none":
             return 1.0
         if not isinstance(self.decay, str):
-            return 0.1 ** floor(done / self.decay_steps + 1e-9)  # 0.7 epochs of 10 steps are 7.000000000000001
-        share = min(done / self.decay_steps, 1.0)
+            return 0.1 ** floor(step / self.decay_steps + 1e-9)  # 0.7 epochs of 10 steps are 7.000000000000001
+        share = min(step / self.decay_steps, 1.0)
         return 1 - share if self.decay == "linear" else (1 + cos(pi * share)) / 2

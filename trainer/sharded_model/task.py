@@ -41,19 +41,14 @@ class TrainTask(nn.Module):
         self.model = model
         self.loss = loss
         self._bfloat16_device = bfloat16_device
-        self._cross_l2 = cross_l2
-        if cross_l2 and not l2_kernels(model)["cross"]:
+        kernels = l2_kernels(model)
+        if cross_l2 and not kernels["cross"]:
             raise UserError(
                 f"optimizer.cross_l2 = {cross_l2:g} is for cross layers, CIN and AutoInt, of which"
                 f" {type(model).__name__} has none; leave it out"
             )
-        self.set_linear_l2(linear_l2)
-
-    def set_linear_l2(self, coefficient: float) -> None:
-        """Changes the L2 coefficient of the model's linear kernels in the coming steps."""
-        kernels = l2_kernels(self.model)
-        self._penalties = [(coefficient, each) for each in kernels["linear"] if coefficient > 0]
-        self._penalties += [(self._cross_l2, each) for each in kernels["cross"] if self._cross_l2 > 0]
+        self._penalties = [(linear_l2, each) for each in kernels["linear"] if linear_l2 > 0]
+        self._penalties += [(cross_l2, each) for each in kernels["cross"] if cross_l2 > 0]
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         device = self._bfloat16_device

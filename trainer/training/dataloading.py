@@ -51,7 +51,7 @@ def training_readers(plan: RunPlan) -> Readers:
         ValueError: the folder is not a data set, a split cannot be trained on or evaluated, or id tables do not take
             the times of its samples.
     """
-    config, schema, process, ramp = plan.config, plan.schema, plan.process, plan.ramp
+    config, schema, process = plan.config, plan.schema, plan.process
     data_dir = Path(config.data.dir)
     has_split = "validation" in schema.splits
     for split in ("train", "test", *(["validation"] if has_split else [])):
@@ -75,17 +75,10 @@ def training_readers(plan: RunPlan) -> Readers:
             f"train.validation_fraction = {config.train.validation_fraction} of {rows:,} training samples is"
             f" {validation_rows:,}; choose one that leaves samples on both sides"
         )
-    if ramp.samples > plan.train_rows:
-        raise UserError(
-            f"train.batch_ramp = {config.train.batch_ramp} takes {ramp.samples:,} samples, in batches of"
-            f" {', '.join(map(str, ramp.sizes))}, but there are {plan.train_rows:,} to train on; lower"
-            " train.batch_ramp or train.batch_size"
-        )
     train = reader(
         "train",
         rows=range(plan.train_rows),
         batch_size=config.train.batch_size,
-        first_batches=ramp.first_batches,
         passes=config.train.accumulation,
         shuffle=True,
         seed=config.train.seed,

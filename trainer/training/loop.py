@@ -124,7 +124,7 @@ class _EpochRun:
         self.plan, self.after_epoch = plan, after_epoch
         self.config, self.process = plan.config, plan.process
         (self.reader, self.validation, self.test), self.measured = readers, readers.measured
-        self.trainer = Trainer(plan, place, plan.config.train.on_nonfinite)
+        self.trainer = Trainer(plan, place)
         keep_resident(readers, plan)
         self.state, self.say = self.trainer.state, self.trainer.say
         require_distinct_measures(plan.schema.labels)
@@ -141,12 +141,6 @@ class _EpochRun:
         self.say(self.summary())
         if warning := few_steps_warning(self.config, self.plan.train_rows, self.plan.steps):
             self.trainer.warn(warning)
-        if self.config.train.batch_ramp and not self.plan.ramp.sizes:
-            sizes = self.config.train.batch_size, self.config.optimizer.base_batch_size
-            self.trainer.warn(
-                f"warning: train.batch_ramp = {self.config.train.batch_ramp} has no effect: train.batch_size ="
-                f" {sizes[0]:,} is not above optimizer.base_batch_size = {sizes[1]:,}, where a ramp begins"
-            )
         if any(spec.ids.kind == "collisionless" and spec.ids.window for spec in self.plan.tables):
             self.trainer.warn(
                 "warning: id_table.window has no effect on a data set, whose samples are read in random order: all"
@@ -159,7 +153,6 @@ class _EpochRun:
                 self.train_epoch(log, stop)
                 self.evaluate(log, stop)
                 self.save()
-            self.trainer.require_trained()
             self.trainer.checkpoints.finish()
             try:
                 quality = self.final_quality(log, stop.agreed)
@@ -182,10 +175,8 @@ class _EpochRun:
         while self.epoch_step < steps:
             step = self.trainer.step(batches, self.reader.passes(self.epoch, self.epoch_step))
             self.epoch_step += 1
-            if step.set_aside:
-                self._report_set_aside(log, step.set_aside)
-            stopping, saving = stop.agreed(), not step.set_aside and self._saves_now(steps)
-            if not (stopping or saving or (self._logs_now(steps) and not step.set_aside)):
+            stopping, saving = stop.agreed(), self._saves_now(steps)
+            if not (stopping or saving or self._logs_now(steps)):
                 continue
             done = self._done()
             self.write_metrics(log, done, dense_lr=step.dense_lr, embedding_lr=step.embedding_lr)
@@ -224,13 +215,6 @@ class _EpochRun:
                 f"epoch {self.epoch + 1}/{epochs}  {done / samples:.1%}  step {self.trainer.steps:,}"
                 f"  loss {loss:.4f}  {rate:,.0f} samples/s{left}"
             )
-
-    def _report_set_aside(self, log: MetricsLog, reason: str) -> None:
-        log.write("set_aside", self.trainer.steps, epoch=self.epoch, batch=self.epoch_step, reason=reason)
-        self.trainer.warn(
-            f"warning: batch {self.epoch_step} of epoch {self.epoch + 1} is skipped, as it would make the model"
-            f" non-finite: {reason}"
-        )
 
     def evaluate(self, log: MetricsLog, stop: StopRequest) -> None:
         """Measures the model after an epoch; a run that is to stop goes on from the epoch's last step.
@@ -350,21 +334,18 @@ class _EpochRun:
             "best_possible": dict(best_possible) if best_possible else None,
             "world_size": self.process.world_size,
             "epochs": self.epochs,
-            **({"batch_ramp": self.plan.ramp.sizes} if self.config.train.batch_ramp else {}),
             **self.trainer.report(),
         }
 
     def summary(self) -> str:
         """Describes data, settings and sharding, for the terminal."""
-        schema, ramp = self.plan.schema, self.plan.ramp
+        schema = self.plan.schema
         table_rows = sum(spec.num_embeddings for spec in self.plan.tables)
-        sizes, plural = ", ".join(map(str, ramp.sizes)), "s" if ramp.steps_per_size > 1 else ""
-        first = f"; the first epoch begins with {ramp.steps_per_size} step{plural} each at {sizes}" if sizes else ""
         return (
             f"{self.config.model.name} on {schema.name}: {self.plan.train_rows:,} training samples, "
             f"{f'{self.validation.num_rows:,} validation samples, ' if self.validation else ''}"
             f"{len(schema.sparse)} fields, {table_rows:,} table rows\n"
-            f"batch {self.config.train.batch_size} ({self.plan.epoch_steps} steps an epoch{first}), "
+            f"batch {self.config.train.batch_size} ({self.plan.epoch_steps} steps an epoch), "
             f"{self.trainer.describe_settings()}"
         )
 
@@ -374,10 +355,7 @@ def _require_normalised(model: nn.Module, plan: RunPlan) -> None:
     train, rows = plan.config.train, plan.train_rows
     if not has_batch_norm(model):
         return
-    sizes = [*plan.ramp.sizes]  # of the first epoch, which begins with them; then of the others
-    for left in (rows - plan.ramp.samples, rows)[: 1 + (train.epochs > 1)]:
-        sizes += [min(train.batch_size, left), left % train.batch_size]
-    for samples in sizes:
+    for samples in (min(train.batch_size, rows), rows % train.batch_size):
         if 0 < samples < 2 * train.accumulation:
             raise UserError(
                 f'model.name = "{plan.config.model.name}" has batch normalisation, which cannot train on a single'
@@ -413,6 +391,7 @@ class Trainer:
     """Trains a model step by step and keeps its losses, statistics and checkpoints. All processes call together.
 
     Args:
+        on_nonfinite: see :class:`TrainState`.
         reads_ahead: whether several processes may take a batch before the step of the batch before has ended.
 
     Attributes:
@@ -423,7 +402,9 @@ class Trainer:
         ValueError: see :class:`TrainState`; or the package of a tracker is not installed.
     """
 
-    def __init__(self, plan: RunPlan, place: RunPlace, on_nonfinite: OnNonfinite, *, reads_ahead: bool = True) -> None:
+    def __init__(
+        self, plan: RunPlan, place: RunPlace, on_nonfinite: OnNonfinite = "stop", *, reads_ahead: bool = True
+    ) -> None:
         self.plan, self.place = plan, place
         self.config, self.process = config, process = plan.config, plan.process
         on_first(process, lambda: require_trackers(config.train.trackers))
@@ -493,11 +474,6 @@ class Trainer:
             self._losses.add(step.loss, self.steps - 1)
         return step
 
-    def require_trained(self) -> None:
-        """Raises NonFiniteLoss if every batch of the run was set aside."""
-        if not self.steps:
-            raise self.non_finite(f"in any of the {self.set_aside} batches{self._set_aside_for}")
-
     def require_finite(self, within: str = "") -> None:
         """Raises NonFiniteLoss on all ranks if a loss was not finite; its message has the step, then ``within``."""
         bad_step = self._losses.check()
@@ -514,7 +490,7 @@ class Trainer:
         self.checkpoints.finish()
         derived, last = self.plan.scaled.hyperparameters, self.checkpoints.latest
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before"
-        skip = "" if self.set_aside else ', or leave such batches out: on_nonfinite = "skip" in [train] or [online]'
+        skip = "" if self.set_aside else ', or leave such batches of a stream out: online.on_nonfinite = "skip"'
         return NonFiniteLoss(
             f"the loss {'or a gradient ' * bool(self.set_aside)}was not finite {where}; {kept}. Look for values that"
             f" are not finite in the data, lower optimizer.dense_lr (scaled to {derived.dense_lr:g}) or"
@@ -565,7 +541,6 @@ class Trainer:
         statistics = self.state.clip_watch.total() if self.state.clip_watch else None
         return {
             "steps": self.steps,
-            "batches_set_aside": self.set_aside,
             "clip_statistics": statistics,
             "clip_remark": clip_remark(statistics),
             "cuda_graph": self.state.captured,

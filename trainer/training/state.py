@@ -32,7 +32,6 @@ from ..runs.checkpoint import (
 )
 from ..runs.provenance import environment
 from ..sharded_model.build import (
-    adam_config,
     build_sharded,
     dense_parameters,
     dense_tensors,
@@ -169,8 +168,6 @@ class TrainState:
     def step(self, batches: Iterator[Batch], passes: int = 1) -> Step:
         """Trains on the next batch, which ``self.ids`` has translated, or on several that are parts of one."""
         self._accumulate(passes)
-        if self.steps in self.plan.changes:
-            self._begin_stage(self.steps)
         dense_lr = self.plan.schedule.dense_lr(self._values, self.steps)
         embedding_lr = self.plan.schedule.embedding_lr(self._values, self.steps)
         self.dense_optimizer.prepare(self.steps, dense_lr)
@@ -186,24 +183,6 @@ class TrainState:
         self.steps += not set_aside
         return Step(loss, logits, label, dense_lr, embedding_lr, set_aside)
 
-    def _begin_stage(self, step: int) -> None:
-        """Sets the values of the stage of the batch ramp that begins with step ``step``, counted from 0."""
-        stage = self.plan.changes[step]
-        self._values = stage.hyperparameters
-        self.dense_optimizer.reconfigure(self._values, after=step)
-        assert self.adam  # the configuration refuses others
-        self.adam.reconfigure(adam_config(self._config, stage), stage.clip, after=step)
-        self.model.module.set_linear_l2(self._values.l2)
-
-    def _begin_stages_before(self, step: int) -> None:
-        """Begins the stages of the first ``step`` steps one after the other, as training them did, unless it has.
-
-        The optimizers count the steps of each stage's betas, which their saved tensors depend on.
-        """
-        for first in self.plan.changes:
-            if self.steps <= first < step:
-                self._begin_stage(first)
-
     def _set_embedding_lr(self, lr: float) -> None:
         if self.adam:
             self.adam.lr = lr
@@ -217,8 +196,6 @@ class TrainState:
         steps of every row as were taken since it was trained.
         """
         about = {"world_size": self._process.world_size, "config": to_plain(self._config), **self.environment}
-        if self.adam and any(first >= self.steps for first in self.plan.changes):
-            self.adam.flush()  # rows that are behind are replayed with the settings of the latest stage
         with self._as_stored():
             checkpoints.save(self._everything() | random_state(self._process), progress, about, write_files)
 
@@ -239,7 +216,6 @@ class TrainState:
         if found is None:
             return None
         path, progress = found
-        self._begin_stages_before(progress.step)
         with readable(path), self._as_stored():
             keys = checkpoint_keys(path)
             random = {
@@ -270,7 +246,6 @@ class TrainState:
         """
         keep_best = self._config.checkpoint.keep_best
         path, progress = choose_checkpoint(folder, keep_best, checkpoint, self._process, fetch)
-        self._begin_stages_before(progress.step)
         with readable(path), self._as_stored():
             state = self._weights(progress.step)
             read_checkpoint(path, state, fetch)

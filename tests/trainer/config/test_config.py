@@ -114,8 +114,8 @@ def test_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
         (["train.epochs=0", "train.seed=1"], "--set train.epochs=0: train.epochs must be at least 1"),
         (["train.epochs=0", "train.seed=-1"], "--set train.epochs=0: train.epochs must be at least 1"),
         (["clip.r=0"], "--set clip.r=0: "),
-        (["optimizer.cross_l2=1", "optimizer.embedding=sgd", "train.batch_ramp=2"],
-         "--set optimizer.embedding=sgd, --set train.batch_ramp=2: train.batch_ramp = 2 changes"),
+        (["optimizer.cross_l2=1", "train.batch_size=2", "train.accumulation=3"],
+         "--set train.batch_size=2, --set train.accumulation=3: train.accumulation must be from 1"),
         (["model.name=deepfm", "train.epochs=0"], "--set train.epochs=0: "),  # the first repairs the file
         (["train.seed=1"], "{file}: model.name is"),
         *(([each], "--set takes section.key=value, got") for each in ("train.seed", "seed=5", "=5", "train.=5", "")),

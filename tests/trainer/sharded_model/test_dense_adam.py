@@ -15,36 +15,29 @@ from cowrec.trainer.sharded_model.tables import _BLOCK_ROWS, _fill_shard
 from cowrec.trainer.sharded_model.task import MeanLoss, TrainTask
 
 
-@pytest.mark.parametrize("later", [None, (0.9, 0.6), (0.0, 0.5), (0.7, 0.0)])
 @pytest.mark.parametrize("epsilon", ["keras", "torch"])
-def test_dense_adam_equals_a_loop(epsilon: str, later: tuple[float, float] | None) -> None:
+@pytest.mark.parametrize("betas", [(0.8, 0.99), (0.0, 0.5), (0.7, 0.0)])
+def test_dense_adam_equals_a_loop(epsilon: str, betas: tuple[float, float]) -> None:
     """In float64, by the formulas of Keras (epsilon outside the correction) and torch; float32 rounds each step.
 
-    Betas and eps change between steps, or (None) never; corrections are products of the betas of all steps. Gradients
-    from 1e-8 to 1 are on both sides of eps, so that its form matters.
+    Gradients from 1e-8 to 1 are on both sides of eps, so that its form matters.
     """
-    rng = np.random.default_rng(1)
-    stages = {0: ((0.8, 0.99), 1e-5)} | ({1: ((0.9, 0.95), 1e-4), 4: (later, 1e-3)} if later else {})
-    values = {step: Hyperparameters(0.0, 0.1, 0.0, betas=betas, eps=eps) for step, (betas, eps) in stages.items()}
-    w, m, v, left1, left2 = rng.normal(size=40), np.zeros(40), np.zeros(40), 1.0, 1.0
+    rng, (beta1, beta2), eps = np.random.default_rng(1), betas, 1e-5
+    w, m, v = rng.normal(size=40), np.zeros(40), np.zeros(40)
     parameter = nn.Parameter(torch.from_numpy(w.astype(np.float32)))
-    optimizer = DenseAdam({"weight": parameter}, values[0], epsilon)
+    optimizer = DenseAdam({"weight": parameter}, Hyperparameters(0.0, 0.1, 0.0, betas=betas, eps=eps), epsilon)
     for step in range(9):
-        if step in stages:
-            (beta1, beta2), eps = stages[step]
-            if later:
-                optimizer.reconfigure(values[step], after=step)
         lr, grad = 0.1 / (1 + step), rng.normal(size=40) * 10 ** rng.uniform(-8, 0, 40)
         optimizer.prepare(step, lr)
         parameter.grad = torch.from_numpy(grad.astype(np.float32))
         optimizer.step()
         m, v = beta1 * m + (1 - beta1) * grad, beta2 * v + (1 - beta2) * grad**2
-        left1, left2 = left1 * beta1, left2 * beta2
+        left1, left2 = beta1 ** (step + 1), beta2 ** (step + 1)
         if epsilon == "keras":
             w = w - lr * math.sqrt(1 - left2) / (1 - left1) * m / (np.sqrt(v) + eps)
         else:
             w = w - lr * (m / (1 - left1)) / (np.sqrt(v / (1 - left2)) + eps)
-    np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=4e-7, atol=2e-6)
     assert all(each.isfinite().all() for each in optimizer.tensors()["weight"].values()), "checkpoints refuse others"
 
 

@@ -39,7 +39,6 @@ ALONE: dict[str, tuple[str, list[str]]] = {
     "adagrad": ("single", ["optimizer.embedding=adagrad", "optimizer.embedding_lr_factors.city=0.5"]),
     "fused": ("single", ["optimizer.embedding=rowwise_adagrad", "clip.rule=adaptive_field"]),  # with L2
     "patient": ("single", ["train.validation_fraction=0.2", "train.patience=1", "checkpoint.keep_best=logloss"]),
-    "ramp": ("single", ["train.batch_ramp=1", "optimizer.base_batch_size=3", "train.validation_fraction=0.2"]),
     "one_test_row": ("one_test_row", ["train.epochs=1"]),
     "synthetic": ("synthetic", ["train.epochs=1", "evaluate.by_id_counts=true"]),
     "ids": ("weighted", [*OFTEN, *IDS]),
@@ -53,7 +52,7 @@ ALONE: dict[str, tuple[str, list[str]]] = {
 SEVERAL = [
     *[("adam", 2, TABLE_WISE), ("adam", 2, ROW_WISE), ("adam", 2, f"{ROW_WISE} train.accumulation=4")],
     *[("stock", 2, ROW_WISE), ("fused", 2, TABLE_WISE), ("fused", 2, ROW_WISE)],
-    *[("patient", 2, ""), ("ramp", 2, ROW_WISE), ("one_test_row", 2, ROW_WISE), ("synthetic", 2, ROW_WISE)],
+    *[("patient", 2, ""), ("one_test_row", 2, ROW_WISE), ("synthetic", 2, ROW_WISE)],
     *[("ids", 2, ROW_WISE), ("ids", 2, 'sharding.tables={city="table_wise",tags="data_parallel"}')],
     *[("ids_lazy", 2, "sharding.plan=column_wise"), ("ids_full", 2, ROW_WISE), ("ids_counted", 2, ROW_WISE)],
     *[("ids_adagrad", 2, ""), ("ids_hash", 2, ROW_WISE), ("adam", 4, MIXED), ("lazy", 4, MIXED)],

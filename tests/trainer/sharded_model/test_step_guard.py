@@ -1,20 +1,25 @@
-"""The guard of a step: bit-identical steps on good data, and the same skipped batches on any number of processes."""
+"""The guard of a step: bit-identical steps on good data, and batches that it sets aside."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline import PrepareConfig, Schema, prepare
+from cowrec.trainer.config.run import load_config, with_defaults, with_values
+from cowrec.trainer.config.sections import OnNonfinite
+from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runtime.errors import NonFiniteLoss
-from cowrec.trainer.runtime.processes import Process
+from cowrec.trainer.runtime.processes import Process, process_group
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.step_guard import LARGEST_GRADIENT, not_finite
-from run_comparison import assert_close, assert_same, state_of
-from trained_runs import make_folder, metrics, run, write_network
-from trainer_cases import UNWEIGHTED, case_of, train_in_processes
-
-SKIPS = "train.on_nonfinite=skip"
+from cowrec.trainer.training.dataloading import training_readers
+from cowrec.trainer.training.loop import Trainer
+from run_comparison import assert_same
+from trained_runs import make_folder, run, write_network
+from trainer_cases import TRAIN_ROWS, UNWEIGHTED
 
 
 @pytest.fixture(scope="module")
@@ -32,45 +37,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def set_aside(folder: Path, run_dir: Path, settings: Sequence[str], on_nonfinite: OnNonfinite, data: str) -> list[str]:
+    """Trains an epoch as a run over a stream would, and saves; why batches were set aside."""
+    config = with_values(load_config(folder / "run.toml", settings), data={"dir": str(folder / data)})
+    with process_group("cpu") as process:
+        plan = RunPlan.of(with_defaults(config, TRAIN_ROWS), Schema.load(folder / data).of_batches(), process)
+        trainer, reader = Trainer(plan, RunPlace(run_dir, resume=False), on_nonfinite), training_readers(plan).train
+        batches = map(trainer.state.ids.training, reader.epoch(0))
+        steps = [trainer.step(batches, reader.passes(0, number)) for number in range(reader.steps(0))]
+        trainer.save()
+        trainer.checkpoints.finish()
+    return [step.set_aside for step in steps if step.set_aside]
+
+
 FBGEMM = "optimizer.embedding=adagrad optimizer.l2=0 clip.rule=none"
 
 
 @pytest.mark.parametrize("settings", ["train.accumulation=2", FBGEMM], ids=["accumulated", "fbgemm"])
 def test_steps_on_good_data_are_bit_identical(folder: Path, tmp_path: Path, settings: str) -> None:
-    for name, more in (("guarded", [SKIPS]), ("plain", [])):
-        run(folder, tmp_path / name, "train.epochs=1", *settings.split(), *more)
-    assert_same(tmp_path / "guarded", tmp_path / "plain")
+    for on_nonfinite in ("skip", "stop"):
+        assert not set_aside(folder, tmp_path / on_nonfinite, settings.split(), on_nonfinite, "data")
+    assert_same(tmp_path / "skip", tmp_path / "stop")
 
 
-def test_all_processes_skip_a_batch_together(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes, of which one has the sample, train as one; tolerance of float32 sums in another order."""
+def test_a_loss_that_is_not_finite_ends_a_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Online runs show that the batch can be set aside, by all of their processes together."""
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
-    given = [SKIPS, f"model.name=overflowing_in_{folder.name}:Net"]
-    report = run(folder, tmp_path / "one", *given, data=folder / "poisoned")
-    assert (report["steps"], report["batches_set_aside"]) == (8, 2), "one of five batches, in each of two epochs"
-    train_in_processes(case_of(folder, tmp_path / "two", *given, data=folder / "poisoned"))
-    states = [state_of(tmp_path / name) for name in ("one", "two")]
-    for state in states:
-        state.pop("/iterations", None)  # which FBGEMM counts in forward passes
-    assert_close(*states, rtol=1e-4)
-    one, two = (metrics(tmp_path / name, "set_aside") for name in ("one", "two"))
-    assert [(each["epoch"], each["batch"]) for each in one] == [(each["epoch"], each["batch"]) for each in two]
-    assert "the loss is " in one[0]["reason"]
     with pytest.raises(NonFiniteLoss, match=r"the loss was not finite at step \d"):
-        run(folder, tmp_path / "stops", *given[1:], data=folder / "poisoned")
-
-
-def test_a_run_that_trains_on_no_batch_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few they are; also when it is resumed after its end."""
-    monkeypatch.syspath_prepend(folder)
-    given = [SKIPS, f"model.name=overflowing_in_{folder.name}:Net", "train.batch_size=1000"]
-    for resume, why in ((False, r" \(the loss is .*\)"), (True, "")):
-        with pytest.raises(
-            NonFiniteLoss, match=rf"the loss or a gradient was not finite in any of the 2 batches{why};"
-        ):
-            run(folder, tmp_path / "run", *given, data=folder / "poisoned", resume=resume)
-        assert not (tmp_path / "run" / "report.json").exists()
+        run(folder, tmp_path / "run", f"model.name=overflowing_in_{folder.name}:Net", data=folder / "poisoned")
 
 
 def test_a_checkpoint_of_moments_that_are_not_finite_is_refused(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -81,10 +75,8 @@ def test_a_checkpoint_of_moments_that_are_not_finite_is_refused(folder: Path, tm
     with pytest.raises(NonFiniteLoss, match=r"exp_avg_sq has numbers that are not finite, and no checkpoint is"):
         run(folder, tmp_path / "run", *given, data=folder / "poisoned")
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
-    report = run(folder, tmp_path / "guarded", *given, SKIPS, data=folder / "poisoned")
-    assert report["batches_set_aside"] == 1
-    assert all("the gradient of " in each["reason"] for each in metrics(tmp_path / "guarded", "set_aside"))
-    assert (tmp_path / "guarded" / "checkpoints" / f"step_{report['steps']:09d}").is_dir()
+    (reason,) = set_aside(folder, tmp_path / "guarded", given, "skip", "poisoned")
+    assert "the gradient of " in reason
 
 
 def test_the_tensor_that_is_not_finite_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from cowrec.trainer.sweep.sweep import Grid, sweep
 from refusal import refused
 from run_comparison import assert_close, assert_same, state_of
 from trained_runs import metrics, predicted, report_of, write_network
-from trainer_cases import case_of, checkpoint, interrupted, make_data, train_in_processes
+from trainer_cases import case_of, checkpoint, make_data, train_in_processes
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 
@@ -207,7 +207,7 @@ def test_a_layer_of_two_names_and_a_buffer_named_like_tables_are_exported(folder
     layers = "self.both, self.again, self.embeddings_norm = nn.Sequential(self.out), self.out, self.norm"
     file.write_text(file.read_text().replace("    def forward", f"        {layers}\n    def forward"))
     config.write_text(f'[model]\nname = "{file.stem}:Net"\n[train]\nbatch_size = 64\nepochs = 1\ndevice = "cpu"\n')
-    train(load_config(config, ["train.on_nonfinite=skip"]), folder / "data", tmp_path / "run")
+    train(load_config(config), folder / "data", tmp_path / "run")
     export_model(tmp_path / "run", tmp_path / "export")
     served = ServedModel.load(tmp_path / "export")
     block = load_shards(folder / "data", served.schema, "test", [0])
@@ -239,32 +239,6 @@ def test_a_batch_norm_refuses_batches_of_one_sample(folder: Path, tmp_path: Path
         given = load_config(config, [f"train.batch_size={size}", f"train.accumulation={parts}"])
         refused(message, train, given, folder / "data", tmp_path / "run")
     train(load_config(config, [f"train.batch_size={rows - 2}"]), folder / "data", tmp_path / "run_of_two")
-    # After a step of the base batch, the last batch of the first epoch is another one.
-    size = next(each for each in range(40, 80) if (rows - 1) % each >= each / 2 and rows % each > 1)
-    ramp = [f"train.batch_size={size}", f"optimizer.base_batch_size={(rows - 1) % size}", "train.batch_ramp=1"]
-    refused(message, train, load_config(config, ramp), folder / "data", tmp_path / "run")
-    ramp[1] = f"optimizer.base_batch_size={rows % size}"
-    train(load_config(config, ramp), folder / "data", tmp_path / "run_of_ramp")
-
-
-def test_a_resumed_run_logs_each_batch_that_it_skips_once(tmp_path: Path) -> None:
-    """They are no steps: lines of batches after the checkpoint may have its step."""
-    (tmp_path / "my_picky.py").write_text(
-        "import torch.nn.functional as F\n\n\ndef loss(logits, label):\n"
-        "    each = F.binary_cross_entropy_with_logits(logits, label, reduction='none')\n"
-        "    return each * (float('nan') if int(label.sum()) % 3 == 0 else 1.0)\n"
-    )
-    data, config = make_data(tmp_path), tmp_path / "run.toml"
-    config.write_text('[train]\nloss = "my_picky:loss"\nbatch_size = 8\nlog_every = 3\ndevice = "cpu"\n')
-    given = load_config(config, ["train.on_nonfinite=skip", "checkpoint.every_steps=3", "checkpoint.keep_last=99"])
-    report = train(given, data, tmp_path / "run")
-    whole = [(line["epoch"], line["batch"], line["step"]) for line in metrics(tmp_path / "run", "set_aside")]
-    assert len(whole) == report["batches_set_aside"] > 3
-    assert all(line["loss"] is not None for line in metrics(tmp_path / "run", "train"))
-    step = next(step for *_, step in whole if step % 3 == 0 < step)
-    early = interrupted(tmp_path / "run", step, tmp_path / "early")
-    train(given, data, early, resume=True)
-    assert [(line["epoch"], line["batch"], line["step"]) for line in metrics(early, "set_aside")] == whole
 
 
 @pytest.mark.parametrize("loss", [

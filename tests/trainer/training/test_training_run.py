@@ -262,11 +262,6 @@ REFUSED = {
     "optimizer.embedding_lr_factors.city=-1": "embedding_lr_factors.city must be at least 0 and finite, got -1",
     FUSED.format("sgd"): "samples have several ids .field 'tags'",
     "optimizer.embedding=sgd clip.rule=none": r"give each row its L2 .* .field 'tags'.* optimizer.l2 = 0",
-    "train.batch_ramp=-1": "train.batch_ramp must be at least 0, got -1",
-    "train.batch_ramp=2 optimizer.embedding=fbgemm_adam": ".fbgemm_adam. keeps those that it was built with",
-    "train.batch_ramp=2 train.on_nonfinite=skip": 'batch_ramp = 2 needs train.on_nonfinite = "stop"',
-    "train.batch_ramp=2 optimizer.embedding=sgd": ".sgd. keeps those that it was built with",
-    "train.batch_ramp=3 optimizer.base_batch_size=6": "takes 270 .* of 6, 12, 24, 48, but there are 205 to train",
     "train.accumulation=52": "train.accumulation must be from 1 to train.batch_size = 51, got 52",
     f"train.accumulation=2 clip.rule=none {FUSED.format('adagrad')}": 'cannot add up .* = "adagrad" without a clip',
     VALIDATED.format("1.0"): "train.validation_fraction must be at least 0 and below 1, got 1.0",
@@ -277,7 +272,6 @@ REFUSED = {
     f"train.patience=1 {VALIDATED.format(0.2)}": "set checkpoint.keep_best to .logloss. or .auc.",
 }
 OF_STREAMS = {
-    "train.batch_ramp=2 optimizer.base_batch_size=6": "a stream has none; add --set train.batch_ramp=0",
     "train.accumulation=2": "is for data sets, not for streams; add --set train.accumulation=1",
 }
 
