@@ -29,6 +29,7 @@ from ..config.run import RunConfig
 from ..runtime.environment import prepare_process
 from ..runtime.processes import process_group
 from ..sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
+from ..sharded_model.check_run import check_run
 from ..sharded_model.dense_adam import DenseAdam
 from ..sharded_model.run_plan import RunPlan
 from ..training.pipeline import Pipeline, SequentialSteps, pipeline_of, why_not_captured
@@ -133,6 +134,7 @@ def steady_run(case: Case) -> Iterator[SteadyRun]:
         timed = _batches(case, schema, case.steps_before * case.batch_size, steps)
         batches = iter([batch.to(process.device) for batch in (*first_batch, *timed)])
         rss_before = memory("VmRSS", process.device)
+        check_run(case.config, schema, process, stream=True)
         plan = RunPlan.of(case.config, schema, process)
         model = build_sharded(plan)
         adam = embedding_optimizer(plan, model)

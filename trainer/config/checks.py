@@ -8,14 +8,31 @@ from cowrec.errors import UserError
 from cowrec.names import hint
 
 
-def require(key: str, value: Any, fits: bool, what: str) -> None:
-    """Raises ValueError, with the key and the value, unless the value fits; ``what`` names those that do."""
+class SettingError(UserError):
+    """A value of a configuration that cannot be used.
+
+    Attributes:
+        keys: what the error is about: keys such as "train.epochs", or a section.
+    """
+
+    def __init__(self, message: str, *keys: str) -> None:
+        super().__init__(message)
+        self.keys = keys
+
+
+def require(key: str, value: Any, fits: bool, what: str, *others: str) -> None:
+    """Raises SettingError, with the key and the value, unless the value fits.
+
+    Args:
+        what: names the values that fit.
+        others: keys on whose values that depends.
+    """
     if not fits:
-        raise UserError(f"{key} must be {what}, got {value!r}")
+        raise SettingError(f"{key} must be {what}, got {value!r}", key, *others)
 
 
 def require_at_least(section: str, config: Any, keys: str, least: int = 0) -> None:
-    """Raises ValueError unless values of a section, by keys with spaces between, are at least ``least`` and finite."""
+    """Raises SettingError unless values of a section, keys with spaces between, are at least ``least`` and finite."""
     for key in keys.split():
         value = getattr(config, key)
         finite = " and finite" if isinstance(value, float) else ""
@@ -24,7 +41,7 @@ def require_at_least(section: str, config: Any, keys: str, least: int = 0) -> No
 
 
 def require_choices(flag: str, values: Sequence[Any], known: Collection[Any]) -> None:
-    """Raises ValueError unless a flag has one value, or several different ones, all of which are known."""
+    """Raises UserError unless a flag has one value, or several different ones, all of which are known."""
     if unknown := [each for each in values if each not in known]:
         raise UserError(f"{flag} {unknown[0]!r} is not known; known: {', '.join(map(str, known))}")
     if not values or len(set(values)) < len(values):
@@ -32,6 +49,6 @@ def require_choices(flag: str, values: Sequence[Any], known: Collection[Any]) ->
 
 
 def require_known(key: str, value: str, known: Collection[str]) -> None:
-    """Raises ValueError for a value of ``key`` that is not known."""
+    """Raises SettingError for a value of ``key`` that is not known."""
     if value not in known:
-        raise UserError(f"{key} = {value!r} is not known; {hint(value, known)}")
+        raise SettingError(f"{key} = {value!r} is not known; {hint(value, known)}", key)

@@ -9,7 +9,7 @@ from typing import Literal
 from cowrec.errors import UserError
 from cowrec.names import hint
 
-from .checks import require, require_at_least
+from .checks import SettingError, require, require_at_least
 
 IdKind = Literal["rows", "hash", "collisionless"]
 AdmissionKind = Literal["none", "count", "probabilistic"]
@@ -78,16 +78,20 @@ class IdConfig:
             for each in ("window", "expire_after"):
                 seconds(getattr(own, each), f"{key}.{each}")
             if own.window and own.admission != "count":
-                raise UserError(
+                raise SettingError(
                     f'{key}.window = {own.window!r} has no meaning for {key}.admission = "{own.admission}"; set that to'
-                    ' "count" or leave window out'
+                    ' "count" or leave window out',
+                    f"{key}.window",
+                    f"{key}.admission",
                 )
             if own.kind != "collisionless":
                 _refuse_without_meaning(key, self.tables[name] if name else self, own.kind)
             elif own.threshold > 1 and own.admission == "none":
-                raise UserError(
+                raise SettingError(
                     f'{key}.threshold = {own.threshold} has no meaning for {key}.admission = "none"; set that to'
-                    ' "count" or "probabilistic", or leave threshold out'
+                    ' "count" or "probabilistic", or leave threshold out',
+                    f"{key}.threshold",
+                    f"{key}.admission",
                 )
 
     def of_table(self, name: str) -> "IdConfig":
@@ -129,7 +133,8 @@ def seconds(text: str, key: str) -> int:
         return 0
     found = re.fullmatch(r"([1-9][0-9]*)\s*([smhdw])", text)
     if not found:
-        raise UserError(f'{key} must be a whole number and a unit of s, m, h, d, w, such as "30d"; got {text!r}')
+        message = f'{key} must be a whole number and a unit of s, m, h, d, w, such as "30d"; got {text!r}'
+        raise SettingError(message, key)
     return int(found[1]) * _SECONDS[found[2]]
 
 
@@ -142,7 +147,9 @@ def _refuse_without_meaning(key: str, given: IdConfig | TableIds, kind: str) -> 
         value = getattr(given, name)
         if value not in (None, getattr(IdConfig, name)):
             other = '"hash" or "collisionless"' if name == "capacity" else '"collisionless"'
-            raise UserError(
+            raise SettingError(
                 f'{key}.{name} = {value!r} has no meaning for {key}.kind = "{kind}"; set it to {other} or leave {name}'
-                " out"
+                " out",
+                f"{key}.{name}",
+                f"{key}.kind",
             )

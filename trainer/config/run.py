@@ -4,7 +4,8 @@ import dataclasses
 import json
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from math import sqrt
@@ -20,8 +21,8 @@ from cowrec.files import replace_file
 from cowrec.models import ModelConfig, loss_of, require_model
 from cowrec.models.own_code import is_import_path, require_beside, search_also
 from cowrec.names import nearest_name, parse_count
-from cowrec.sparse_opt import NoClip
 
+from .checks import SettingError
 from .id_table import IdConfig
 from .sections import (
     AUTO_BATCH,
@@ -66,24 +67,10 @@ class RunConfig:
         for name, kind in get_type_hints(RunConfig).items():
             if not isinstance(value := getattr(self, name), kind):
                 raise UserError(f"RunConfig.{name} must be a {kind.__name__}, got {value!r}; {_TO_CHANGE}")
-        require_model(self.model)
-        loss_of(self.train.loss, self.train.loss_options, tasks=0)
-        if self.optimizer.embedding == "fbgemm_cowclip" and self.clip.rule != NoClip.name:
-            raise UserError(
-                f'optimizer.embedding = "fbgemm_cowclip" does its own clipping, not clip.rule = {self.clip.rule!r};'
-                ' set clip.rule = "none", or optimizer.embedding = "rowwise_adagrad"'
-            )
-        if self.train.patience and self.checkpoint.keep_best == "none":
-            raise UserError(
-                f"train.patience = {self.train.patience} needs the best epoch's checkpoint; set checkpoint.keep_best to"
-                ' "logloss" or "auc", which patience then looks at'
-            )
-        replays = self.optimizer.embedding == "adam" and self.optimizer.absent_rows in (None, "replay")
-        if replays and self.clip.build().scope != "row":
-            raise UserError(
-                f"clip.rule = {self.clip.rule!r} needs the norm of every row at every step, but optimizer.absent_rows ="
-                " 'replay' computes absent rows later; set it to 'lazy' (rows of the batch) or 'dense' (all rows)"
-            )
+        with _about("model"):
+            require_model(self.model)
+        with _about("train"):
+            loss_of(self.train.loss, self.train.loss_options, tasks=0)
 
     @property
     def own_code(self) -> dict[str, str]:
@@ -99,26 +86,36 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         ValueError: a missing file or one that is not TOML, an unknown key, a value of the wrong type or out of range.
     """
     path = Path(path)
-    text = _read_toml(path)
-
-    def outcome(given: Sequence[str]) -> RunConfig | str:
-        sections = tomllib.loads(text)
-        for override in given:
-            apply_override(sections, override)
-        search_also(*((path.parent, Path.cwd()) if _names_own_code(sections) else ()))
-        try:
-            config = config_from(sections)
-            for key, name in config.own_code.items():
+    sections = _read_toml(path)
+    for override in overrides:
+        apply_override(sections, override)
+    search_also(*((path.parent, Path.cwd()) if _names_own_code(sections) else ()))
+    try:
+        config = config_from(sections)
+        for key, name in config.own_code.items():
+            with _about(key):
                 require_beside(key, name, path.parent)
-        except ValueError as error:
-            return str(error)
-        return config
+    except SettingError as error:
+        blamed = [f"--set {override}" for override in overrides if _sets(override, error.keys)]
+        raise UserError(f"{', '.join(blamed) or path}: {error}") from None
+    return config
 
-    config = outcome(overrides)
-    if isinstance(config, RunConfig):
-        return config
-    blamed = [f"--set {override}" for override in _needed_for(config, overrides, outcome)]
-    raise UserError(f"{', '.join(blamed) or path}: {config}")
+
+@contextmanager
+def _about(key: str) -> Iterator[None]:
+    """Adds the key or section that is checked to an error for the user."""
+    try:
+        yield
+    except SettingError:
+        raise
+    except UserError as error:
+        raise SettingError(str(error), key) from error
+
+
+def _sets(override: str, keys: Sequence[str]) -> bool:
+    """Whether ``section.key=value`` sets one of the keys, a part of it, or a section that has it."""
+    parts = [part.strip() for part in override.partition("=")[0].split(".")]
+    return any(all(one == other for one, other in zip(parts, key.split("."), strict=False)) for key in keys)
 
 
 def _names_own_code(sections: Mapping[str, Any]) -> bool:
@@ -127,12 +124,9 @@ def _names_own_code(sections: Mapping[str, Any]) -> bool:
     return any(isinstance(each, str) and is_import_path(each) for each in named)
 
 
-def _read_toml(path: Path) -> str:
-    """Text of a file that is TOML."""
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-        tomllib.loads(text)
-        return text
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; cowrec config init --output {path} writes one to begin with") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -161,19 +155,6 @@ def apply_override(sections: dict[str, Any], override: str) -> None:
         if not isinstance(values, dict):
             raise UserError(f"--set {override}: {'.'.join(tables[:depth])} = {values!r} in the file is not a section")
     values[key] = value
-
-
-def _needed_for(error: str, overrides: Sequence[str], outcome: Callable[[Sequence[str]], object]) -> list[str]:
-    """The overrides without any one of which ``error`` would not occur; none where the file alone has the error.
-
-    Args:
-        outcome: of the file with some of the overrides, a message or something else.
-    """
-    without = {index: outcome([*overrides[:index], *overrides[index + 1 :]]) for index in range(len(overrides))}
-    repaired = [index for index, result in without.items() if not isinstance(result, str)]
-    # Another error may be hidden by this one, and an override may repair an error of the file.
-    changed = repaired or [index for index, result in without.items() if result != error]
-    return [overrides[index] for index in changed]
 
 
 def with_values(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
@@ -304,7 +285,7 @@ def first_difference(there: Mapping[str, Any], given: Mapping[str, Any]) -> str 
 
 
 def config_from(values: Mapping[str, Any]) -> RunConfig:
-    """A run's configuration from plain values. Raises ValueError naming the key, the value and the remedy."""
+    """A run's configuration from plain values. Raises SettingError naming the key, the value and the remedy."""
     # Strict JSON mode requires exact types, but accepts a list for a tuple and an int for a float. Values that JSON
     # lacks (TOML's dates) become strings, which the message shows.
     text = json.dumps(_without_none(_with_counts(RunConfig, values)), default=plain_value)
@@ -319,11 +300,13 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
             wanted = ", or ".join([wanted, *more])
         key = ".".join(map(str, place))
         cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, SettingError):
+            raise SettingError(str(cause), *cause.keys) from None
         if isinstance(cause, ValueError):
             # The message of a section's own check, which may lack the section's name.
             named = not key or f"{key}." in str(cause)
-            raise UserError(str(cause) if named else f"[{key}] {cause}") from None
-        raise UserError(f"{key} = {first['input']!r}: {wanted}") from None
+            raise SettingError(str(cause) if named else f"[{key}] {cause}", key) from None
+        raise SettingError(f"{key} = {first['input']!r}: {wanted}", key) from None
 
 
 def _with_counts(hint: Any, value: Any, key: str = "") -> Any:
@@ -335,11 +318,12 @@ def _with_counts(hint: Any, value: Any, key: str = "") -> Any:
     prefix = f"{key}." if key else ""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise UserError(f"{key} = {value!r} must be a section; write {key}.KEY = VALUE")
+            raise SettingError(f"{key} = {value!r} must be a section; write {key}.KEY = VALUE", key)
         hints = get_type_hints(hint)
         for name, each in value.items():
             if name not in hints:
-                raise UserError(f"unknown key {prefix}{name} (= {each!r}); {_nearest_keys(name, hints, prefix)}")
+                message = f"unknown key {prefix}{name} (= {each!r}); {_nearest_keys(name, hints, prefix)}"
+                raise SettingError(message, prefix + name)
         return {name: _with_counts(hints[name], each, prefix + name) for name, each in value.items()}
     if isinstance(value, Mapping) and get_origin(hint) is dict:
         return {name: _with_counts(get_args(hint)[1], each, prefix + name) for name, each in value.items()}
@@ -348,7 +332,8 @@ def _with_counts(hint: Any, value: Any, key: str = "") -> Any:
     if (key, value) == ("train.batch_size", "auto"):
         return AUTO_BATCH
     if isinstance(value, str) and hint in (int, int | None):
-        return parse_count(value, key)
+        with _about(key):
+            return parse_count(value, key)
     return value
 
 

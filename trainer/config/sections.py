@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
-from cowrec.errors import UserError
 from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule, NoClip
 
-from .checks import require, require_at_least, require_known
+from .checks import SettingError, require, require_at_least, require_known
 from .id_table import seconds
 
 AUTO_BATCH = -1
@@ -109,6 +108,7 @@ class TrainConfig:
             self.accumulation,
             1 <= self.accumulation <= (self.batch_size if self.batch_size > 0 else inf),
             f"from 1 to train.batch_size{f' = {self.batch_size}' if self.batch_size > 0 else ''}",
+            "train.batch_size",
         )
         require("train.seed", self.seed, 0 <= self.seed < 1 << 63, "at least 0 and below 2^63")
 
@@ -258,25 +258,33 @@ class OptimizerConfig:
         require("optimizer.eps", self.eps, 0 < self.eps < inf, "above 0")
         require("optimizer.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         if self.embedding != "adam" and self.absent_rows not in (None, "lazy"):
-            raise UserError(
+            raise SettingError(
                 f'optimizer.absent_rows = "{self.absent_rows}" needs optimizer.embedding = "adam", got'
                 f" {self.embedding!r}: FBGEMM's fused optimizers move the rows of the batch alone; leave it out or"
-                " change the optimizer"
+                " change the optimizer",
+                "optimizer.absent_rows",
+                "optimizer.embedding",
             )
         if self.embedding != "adam" and self.wide == "ftrl":
-            raise UserError(
+            raise SettingError(
                 f'optimizer.wide = "ftrl" needs optimizer.embedding = "adam", got {self.embedding!r}: FBGEMM\'s fused'
-                " optimizers update the wide weight with its row; leave it out or change the optimizer"
+                " optimizers update the wide weight with its row; leave it out or change the optimizer",
+                "optimizer.wide",
+                "optimizer.embedding",
             )
         if self.wide != "ftrl" and self.wide_alpha != OptimizerConfig.wide_alpha:
-            raise UserError(
+            raise SettingError(
                 f'optimizer.wide_alpha = {self.wide_alpha} has no meaning for optimizer.wide = "{self.wide}"; set that'
-                ' to "ftrl", or leave the rate out'
+                ' to "ftrl", or leave the rate out',
+                "optimizer.wide_alpha",
+                "optimizer.wide",
             )
         if self.embedding != "adam" and self.weight_decay:
-            raise UserError(
+            raise SettingError(
                 f'optimizer.weight_decay = {self.weight_decay} needs optimizer.embedding = "adam", got'
-                f" {self.embedding!r}; use optimizer.l2, or change the optimizer"
+                f" {self.embedding!r}; use optimizer.l2, or change the optimizer",
+                "optimizer.weight_decay",
+                "optimizer.embedding",
             )
 
 
@@ -313,10 +321,11 @@ class ClipConfig:
         for key, value in given.items():
             if key not in known:
                 takes = f"it takes {', '.join(sorted(known))}" if known else "it takes no values"
-                raise UserError(f"clip.{key} = {value} has no meaning for clip.rule = {self.rule!r}; {takes}")
+                message = f"clip.{key} = {value} has no meaning for clip.rule = {self.rule!r}; {takes}"
+                raise SettingError(message, f"clip.{key}", "clip.rule")
         for each in dataclasses.fields(kind):
             if each.default is dataclasses.MISSING and each.name not in given:
-                raise UserError(f"clip.rule = {self.rule!r} needs clip.{each.name}")
+                raise SettingError(f"clip.rule = {self.rule!r} needs clip.{each.name}", "clip.rule")
         rule: ClipRule = kind(**given)
         return rule
 
@@ -377,7 +386,8 @@ class OnlineConfig:
         require_at_least("online", self, "duplicates_window metrics_file_bytes max_wait_seconds snapshot_seconds")
         require_at_least("online", self, "report_seconds publish_seconds dense_seconds")
         if self.keep_full_versions < 2:
-            raise UserError(
+            raise SettingError(
                 f"online.keep_full_versions must be at least 2, got {self.keep_full_versions}: a server that is behind"
-                " needs the last but one"
+                " needs the last but one",
+                "online.keep_full_versions",
             )

@@ -44,6 +44,7 @@ from ..runs.run_dir import CONFIG, JOURNAL, REPORT, write_json
 from ..runtime.processes import Peers, Process, from_first, on_first, process_group
 from ..runtime.stopping import StopRequest, stop_requests
 from ..sharded_model.build import has_batch_norm
+from ..sharded_model.check_run import check_run
 from ..sharded_model.run_plan import RunPlan, Schedule
 from ..training.dataloading import even_slice
 from ..training.loop import Trainer, require_run_dir
@@ -81,14 +82,13 @@ def online(
         Interrupted: the run was asked to stop and has saved a checkpoint.
     """
     config = checked_config(config)
-    if config.train.accumulation > 1:
-        given = f"train.accumulation = {config.train.accumulation}"
-        raise UserError(f"{given} is for data sets, not for streams; add --set train.accumulation=1")
     size = config.train.batch_size if config.train.batch_size > 0 else config.optimizer.base_batch_size
     config = with_values(config, data={"dir": str(data_dir)}, train={"batch_size": size})
     begun = load_config(run_dir / CONFIG) if resume and (run_dir / CONFIG).is_file() else None
-    config = with_defaults(config, Schema.load(data_dir).split("train").rows, begun, stream=True)
+    schema = Schema.load(data_dir)
+    config = with_defaults(config, schema.split("train").rows, begun, stream=True)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
+        check_run(config, schema, process, stream=True)
         require_run_dir(run_dir, config, process, resume)
         run = _OnlineRun(config, RunPlace(run_dir, resume=resume), process)
         on_first(process, lambda: run.open_source(source))

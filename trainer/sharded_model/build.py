@@ -19,10 +19,9 @@ from torchrec.distributed.types import ShardingEnv
 
 from cowrec.data_pipeline import Schema
 from cowrec.errors import UserError
-from cowrec.models import build_model, loss_of
+from cowrec.models import build_model, l2_kernels, loss_of
 from cowrec.models.front import EmbeddingFront
 from cowrec.models.linear_relu import BY_ONE_DNN
-from cowrec.names import hint
 from cowrec.sparse_opt import (
     AdamConfig,
     EmbeddingAdam,
@@ -38,7 +37,7 @@ from ..config.sections import OptimizerConfig
 from ..runtime.processes import Process
 from .run_plan import TABLE_OPTIMIZERS, RunPlan, Scaled
 from .sharding import sharding_plan
-from .tables import by_table, fill_tables, require_tables
+from .tables import by_table, fill_tables
 from .task import MeanLoss, TrainTask
 
 _logger = logging.getLogger(__name__)
@@ -51,8 +50,7 @@ def build_sharded(plan: RunPlan) -> DistributedModelParallel:
         The sharded :class:`TrainTask`.
 
     Raises:
-        ValueError: the device lacks the optimizer or precision, the sharding does not suit the run, or a table is
-            unknown.
+        UserError: TorchRec's planner cannot fit the tables, or a setting does not suit the network.
     """
     config = plan.config
     set_product_precision(config.train.precision, plan.process.device)
@@ -72,10 +70,7 @@ def seed_process(seed: int, process: Process, step: int = 0) -> None:
 def unsharded_task(plan: RunPlan) -> TrainTask:
     """Builds the run's model with its loss, for :func:`build_sharded`; its tables are on the meta device."""
     config, schema, process = plan.config, plan.schema, plan.process
-    if config.optimizer.embedding == "fbgemm_adam" and process.device.type != "cuda":
-        raise UserError('optimizer.embedding = "fbgemm_adam" exists on CUDA only; on CPU use "adam"')
     torch.manual_seed(config.train.seed)
-    require_tables("optimizer.embedding_lr_factors", config.optimizer.embedding_lr_factors, plan.bags)
     model = build_model(
         config.model,
         plan.bags,
@@ -86,11 +81,26 @@ def unsharded_task(plan: RunPlan) -> TrainTask:
         num_tasks=len(schema.labels),
         device=torch.device("meta"),
     )
-    if process.world_size > 1:
-        _require_no_batch_norm(model, config.model.name)
+    check_network(model, config, process)
     loss_of_sample = loss_of(config.train.loss, config.train.loss_options, len(schema.labels))
     loss = MeanLoss(process.world_size, loss_of_sample, mean_weight(schema), task_weights(config, schema))
     return train_task(model, plan, loss)
+
+
+def check_network(model: nn.Module, config: RunConfig, process: Process) -> None:
+    """Checks the settings that only the built network shows to be wrong. Raises UserError."""
+    if config.optimizer.cross_l2 and not l2_kernels(model)["cross"]:
+        raise UserError(
+            f"optimizer.cross_l2 = {config.optimizer.cross_l2:g} is for cross layers, CIN and AutoInt, of which"
+            f" {type(model).__name__} has none; leave it out"
+        )
+    for path, module in model.named_modules() if process.world_size > 1 else ():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UserError(
+                f'model.name = "{config.model.name}" has a {type(module).__name__} ({path}), whose means leave out'
+                " samples of other processes, or take in padding, and depend on their number; use LayerNorm, or one"
+                " process"
+            )
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -98,12 +108,16 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules())
 
 
-def _require_no_batch_norm(model: nn.Module, name: str) -> None:
-    for path, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+def check_batches(model: nn.Module, plan: RunPlan) -> None:
+    """Refuses batches of a single sample, or a part of one, for a network that normalises them. Raises UserError."""
+    train, rows = plan.config.train, plan.train_rows
+    for samples in (min(train.batch_size, rows), rows % train.batch_size):
+        if 0 < samples < 2 * train.accumulation and has_batch_norm(model):
             raise UserError(
-                f'model.name = "{name}" has a {type(module).__name__} ({path}), whose means leave out samples of other'
-                " processes, or take in padding, and depend on their number; use LayerNorm, or one process"
+                f'model.name = "{plan.config.model.name}" has batch normalisation, which cannot train on a single'
+                f" sample, as there would be in a batch of {samples}: {rows:,} training samples in batches of"
+                f" {train.batch_size} (train.batch_size), in {train.accumulation} parts each (train.accumulation);"
+                " choose another batch size"
             )
 
 
@@ -114,17 +128,7 @@ def mean_weight(schema: Schema) -> float:
 
 
 def task_weights(config: RunConfig, schema: Schema) -> list[float]:
-    """Weight of each label's loss. Raises ValueError for one of a label that the data do not have, or have alone."""
-    for name, weight in config.train.task_weights.items():
-        if name not in schema.labels:
-            raise UserError(
-                f"train.task_weights.{name} = {weight:g}: the data have no label {name!r}; {hint(name, schema.labels)}"
-            )
-    if config.train.task_weights and len(schema.labels) == 1:
-        raise UserError(
-            f"train.task_weights = {config.train.task_weights} weighs labels against each other, but the data have one;"
-            " leave it out"
-        )
+    """Weight of each label's loss."""
     return [config.train.task_weights.get(name, 1.0) for name in schema.labels]
 
 
@@ -187,17 +191,9 @@ def fused_params(optimizer: OptimizerConfig, hyperparameters: Hyperparameters) -
 
 
 def set_product_precision(precision: str, device: torch.device) -> None:
-    """Allows or forbids TF32 in float32 matrix products on CUDA, for the whole process; warns of slow ones on CPU.
-
-    Raises:
-        ValueError: precision "tf32" on another device.
-    """
+    """Allows or forbids TF32 in float32 matrix products on CUDA, for the whole process; warns of slow ones on CPU."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    elif precision == "tf32":
-        raise UserError(
-            'train.precision = "tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"'
-        )
     elif precision == "bfloat16" and torch.bfloat16 not in BY_ONE_DNN:
         _logger.warning(
             'train.precision = "bfloat16" is about ten times slower than "float32" on a processor without AVX-512'
@@ -211,9 +207,6 @@ def embedding_optimizer(plan: RunPlan, model: nn.Module) -> EmbeddingAdam | Look
 
     Returns:
         The optimizer. Where FBGEMM's fused optimizer updates the tables, the handle of the clip, or None if unclipped.
-
-    Raises:
-        ValueError: the fused optimizer cannot apply the clip rule or L2 to this data.
     """
     config, hyperparameters, rule = plan.config, plan.scaled.hyperparameters, plan.scaled.clip
     columns = {spec.name: spec.embedding_dim for spec in plan.tables}
@@ -222,13 +215,6 @@ def embedding_optimizer(plan: RunPlan, model: nn.Module) -> EmbeddingAdam | Look
         return EmbeddingAdam(model, adam, rule, clip_columns=columns, lr_factors=factors)
     if config.clip.rule == "none" and hyperparameters.l2 == 0:
         return None
-    several = [field.name for field in plan.schema.sparse if field.kind in ("multi", "weighted")]
-    if several:
-        raise UserError(
-            f'optimizer.embedding = "{config.optimizer.embedding}" can neither clip the embedding apart from the wide'
-            f" weight nor give each row its L2 where samples have several ids (field {several[0]!r}); set"
-            ' optimizer.embedding = "adam", or clip.rule = "none" and optimizer.l2 = 0'
-        )
     return attach_cowclip(model, rule, clip_columns=columns, single_id_bags=True, l2=hyperparameters.l2)
 
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.data_pipeline import Batch, Schema
-from cowrec.errors import UserError
+from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import (
     Admission,
     EmbeddingAdam,
@@ -53,9 +52,6 @@ class IdTranslation:
 
     Attributes:
         tables: the id tables, None without collisionless tables.
-
-    Raises:
-        ValueError: an expiry or window by sample time where the data have no times.
     """
 
     def __init__(self, plan: RunPlan, model: nn.Module, adam: EmbeddingAdam | None) -> None:
@@ -71,7 +67,6 @@ class IdTranslation:
         self.tables: IdTables | None = None
         configs = {spec.name: id_table(spec) for spec in specs if spec.ids.kind == "collisionless"}
         if configs:
-            _require_times(schema, configs)
             group: Any = dist.new_group(backend="gloo", timeout=process.timeout) if process.world_size > 1 else None
             self.tables = IdTables(configs, self._fields, seed=config.train.seed, group=group)
             self._row_init = RowInitializer(
@@ -155,13 +150,3 @@ def _times(batch: Batch, fields: int) -> np.ndarray | None:
     time[: len(batch.time)] = batch.time.cpu()  # samples of padding come last and have no ids
     times: Tensor = torch.repeat_interleave(time.repeat(fields), lengths.flatten().long())
     return times.numpy()
-
-
-def _require_times(schema: Schema, tables: dict[str, IdTableConfig]) -> None:
-    for name, table in tables.items():
-        if (table.expire_after or table.admission.window) and not schema.timed:
-            key = "expire_after" if table.expire_after else "window"
-            raise UserError(
-                f"id_table.{key} of table {name!r} goes by the time of samples, which the data do not have; prepare"
-                f" them with a time column, or leave {key} out"
-            )

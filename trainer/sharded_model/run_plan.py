@@ -15,7 +15,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.reading.order import GlobalBatches
-from cowrec.errors import UserError
 from cowrec.sparse_opt import ClipRule, FtrlConfig, Hyperparameters, scale_clip, scale_hyperparameters
 from cowrec.sparse_opt.algorithm.scaling import EmbeddingOptimizer
 
@@ -50,11 +49,7 @@ class Scaled:
 
     @classmethod
     def of(cls, config: RunConfig) -> "Scaled":
-        """Scales to the batch size of the run.
-
-        Raises:
-            ValueError: a step would take more than the whole of a weight by weight decay.
-        """
+        """Scales to the batch size of the run."""
         optimizer = config.optimizer
         assert optimizer.l2 is not None, "with_defaults has not been called"
         assert optimizer.embedding_lr is not None, "with_defaults has not been called"
@@ -67,18 +62,6 @@ class Scaled:
         }
         wide = FtrlConfig(optimizer.wide_alpha, batch_size=sizes["batch_size"])
         scaled = scale_hyperparameters(base, embedding=TABLE_OPTIMIZERS[optimizer.embedding][0], **sizes)
-        for key, of_step in (
-            ("weight_decay", scaled.embedding_lr * scaled.weight_decay),
-            ("dense_weight_decay", scaled.dense_lr * scaled.dense_weight_decay),
-        ):
-            if of_step > 1:
-                given = getattr(optimizer, key)
-                raise UserError(
-                    f"optimizer.{key} = {given:g} takes {of_step:.3g} of each weight in a step, its"
-                    f" learning rate times it scaled from batch {optimizer.base_batch_size:,} to"
-                    f" {sizes['batch_size']:,}, which turns its sign; set it to {0.99 * given / of_step:.3g}"
-                    " or less, or make train.batch_size smaller"
-                )
         return cls(scaled, scale_clip(config.clip.build(), **sizes), wide if optimizer.wide == "ftrl" else None)
 
 
@@ -122,7 +105,7 @@ class RunPlan:
         schedule: "Schedule | None" = None,
         bags: Sequence[EmbeddingBagConfig] | None = None,
     ) -> "RunPlan":
-        """Derives the plan.
+        """Derives the plan of settings that :func:`check_run` admits.
 
         Args:
             schema: of the run's data; without a training split the run has no epochs.
@@ -130,7 +113,7 @@ class RunPlan:
             bags: by default those of the schema's fields.
 
         Raises:
-            ValueError: fields that cannot have their tables, an unknown table, or a sharding that does not suit it.
+            UserError: `[id_table]` names a field that there is not.
         """
         tables = tuple(table_specs(schema, config))
         bags = tuple(embedding_tables(schema, tables) if bags is None else bags)

@@ -31,10 +31,10 @@ from cowrec.errors import UserError
 
 from ..config.run import RunConfig
 from ..runtime.processes import Process
-from .tables import by_table, require_tables, shown_name
+from .tables import by_table, shown_name
 
-_BY_ROWS = ("row_wise", "table_row_wise")
-_FOUR_COLUMNS = 4
+BY_ROWS = ("row_wise", "table_row_wise")
+FOUR_COLUMNS = 4
 """Shards of a table's columns have a multiple of this width in FBGEMM."""
 
 
@@ -71,108 +71,39 @@ def sharding_plan(
         device_type=process.device.type,
     )
     for table in plan.values():
-        if table.sharding_type in _BY_ROWS:
+        if table.sharding_type in BY_ROWS:
             table.compute_kernel = _kernel(config)  # table_row_wise does not take it as an argument
     return ShardingPlan(plan={path: plan})
 
 
 def chosen_kinds(config: RunConfig, tables: Sequence[EmbeddingBagConfig], process: Process) -> dict[str, str]:
-    """Kind of each table; "auto" on several GPUs for tables that the planner decides on.
-
-    Raises:
-        ValueError: a table is unknown, or a kind does not suit the run's tables, optimizer or processes.
-    """
+    """Kind of each table; "auto" on several GPUs for tables that the planner decides on."""
     sharding, names = config.sharding, [table.name for table in tables]
-    require_tables("sharding.tables", sharding.tables, tables)
     if sharding.plan != "auto":
         kinds = dict.fromkeys(names, str(sharding.plan))
     elif process.device.type == "cuda" and process.world_size > 1:
         kinds = dict.fromkeys(names, "auto")
     else:
         kinds = _balanced_kinds(tables, process)
-    kinds |= by_table(sharding.tables)
-    _refuse(config, {table.name: table for table in tables}, kinds, process)
-    return kinds
+    return kinds | by_table(sharding.tables)
 
 
 def _balanced_kinds(tables: Sequence[EmbeddingBagConfig], process: Process) -> dict[str, str]:
     """Row-wise for tables above half of a rank's even share of all bytes, table-wise for the others.
 
-    All table-wise if one is pooled by the mean; see :func:`_refuse_mixed_means`.
+    All are table-wise if one is pooled by the mean: TorchRec computes a mix wrongly, which `check_run` refuses.
     """
     share = sum(_bytes(table) for table in tables) / process.world_size
     means = any(table.pooling == PoolingType.MEAN for table in tables)
 
     def kind(table: EmbeddingBagConfig) -> str:
-        unsplit = means or _bytes(table) <= share / 2 or not _reaches_all(table.num_embeddings, process.world_size)
+        unsplit = means or _bytes(table) <= share / 2 or not reaches_all(table.num_embeddings, process.world_size)
         return "table_wise" if unsplit or process.world_size == 1 else "row_wise"
 
     return {table.name: kind(table) for table in tables}
 
 
-def _refuse(
-    config: RunConfig, tables: Mapping[str, EmbeddingBagConfig], kinds: Mapping[str, str], process: Process
-) -> None:
-    memory = config.sharding.memory
-    if memory != "device" and process.device.type != "cuda":
-        raise UserError(
-            f'sharding.memory = "{memory}" exists on CUDA only; on CPU, where tables are in host memory anyway,'
-            " leave it out"
-        )
-    optimizer = config.optimizer.embedding
-    for name, kind in kinds.items():
-        if kind == "data_parallel" and optimizer != "adam":
-            raise UserError(
-                f'table {name!r} is to be data-parallel, but optimizer.embedding = "{optimizer}" is fused into the'
-                ' lookup of sharded tables; set optimizer.embedding = "adam", or another kind in [sharding]'
-            )
-        if kind == "column_wise" and optimizer in ("rowwise_adagrad", "fbgemm_cowclip"):
-            raise UserError(
-                f'table {name!r} is to be column-wise, but optimizer.embedding = "{optimizer}" keeps one number for a'
-                " row, which each shard of its columns would keep separately; choose another optimizer or kind"
-            )
-        columns = tables[name].embedding_dim
-        if kind == "column_wise" and process.world_size > 1 and columns < 2 * _FOUR_COLUMNS:
-            raise UserError(
-                f"table {name!r} is to be column-wise, but its {columns} columns cannot be split into shards of"
-                f" {_FOUR_COLUMNS} or more; raise model.embedding_dim, or the field's width in model.embedding_dims, or"
-                " choose another kind in [sharding]"
-            )
-    _refuse_mixed_means(tables, kinds)
-    _refuse_ranks_without_rows(tables, kinds, process)
-
-
-def _refuse_mixed_means(tables: Mapping[str, EmbeddingBagConfig], kinds: Mapping[str, str]) -> None:
-    """Refuses a mix that TorchRec 1.8.0 gets wrong: with a row-wise mean it divides the other tables' bags as well."""
-    means = [name for name, kind in kinds.items() if kind in _BY_ROWS and tables[name].pooling == PoolingType.MEAN]
-    others = [name for name, kind in kinds.items() if kind not in _BY_ROWS]
-    if means and others:
-        raise UserError(
-            f"field {means[0]!r} is pooled by the mean and sharded by rows; TorchRec then computes tables that are not,"
-            f" such as {others[0]!r}, wrongly; shard all tables by rows, or {means[0]!r} in another way"
-        )
-
-
-def _refuse_ranks_without_rows(
-    tables: Mapping[str, EmbeddingBagConfig], kinds: Mapping[str, str], process: Process
-) -> None:
-    """Refuses plans in which a rank has no row of a group of tables; FBGEMM would fail with an unrelated error."""
-    for pooling in (PoolingType.SUM, PoolingType.MEAN):
-        rows = [t.num_embeddings for t in tables.values() if kinds[t.name] == "row_wise" and t.pooling == pooling]
-        if rows and not any(_reaches_all(each, process.world_size) for each in rows):
-            raise UserError(
-                f"row-wise tables of {max(rows)} rows or fewer leave one of {process.world_size} processes without any;"
-                ' shard them "table_wise", or in fewer processes'
-            )
-    for table in tables.values():
-        if kinds[table.name] == "table_row_wise" and not _reaches_all(table.num_embeddings, process.local_world_size):
-            raise UserError(
-                f"table {table.name!r} has too few rows ({table.num_embeddings}) for the {process.local_world_size}"
-                ' processes of a machine; shard it "table_wise"'
-            )
-
-
-def _reaches_all(rows: int, ranks: int) -> bool:
+def reaches_all(rows: int, ranks: int) -> bool:
     """True if equal blocks of rows leave rows to the last rank."""
     return -(-rows // ranks) * (ranks - 1) < rows
 
@@ -212,7 +143,7 @@ def _emptiest(load: list[float], size: int) -> list[int]:
 
 def _column_shards(columns: int, ranks: int) -> int:
     """Largest number of shards of equal width, a multiple of four, with one shard a rank at most."""
-    blocks = columns // _FOUR_COLUMNS
+    blocks = columns // FOUR_COLUMNS
     return max(count for count in range(1, ranks + 1) if blocks % count == 0)
 
 

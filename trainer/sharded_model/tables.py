@@ -70,34 +70,13 @@ def table_specs(schema: Schema, config: RunConfig) -> list[TableSpec]:
     """Lists the tables of a run, in the order of their first fields.
 
     Raises:
-        ValueError: raw ids without an id table, fields that cannot share a table, or an unknown table or field.
+        ValueError: an unknown table or field.
     """
     by_name = {field.name: field for field in schema.sparse}
     own = [field.name for field in schema.sparse if not field.shares]  # a history has the table of what it shares
     widths, specs = dict(zip(by_name, config.model.widths(list(by_name)), strict=True)), []
     for name, names in config.id_table.table_fields(own).items():
         fields, ids = tuple(by_name[each] for each in names), config.id_table.of_table(name)
-        for field in fields:
-            if ids.kind == "rows" and field.encoding == "raw":
-                raise UserError(
-                    f'field {field.name!r} has raw ids, but id_table.kind = "rows" takes row numbers; set it to'
-                    ' "collisionless" or "hash", or prepare the data without raw_ids'
-                )
-            if field.pooling != fields[0].pooling:
-                raise UserError(
-                    f"fields {fields[0].name!r} and {field.name!r} share table {name!r}, but one is pooled by"
-                    f" {fields[0].pooling}, the other by {field.pooling}; give each its own table"
-                )
-            if widths[field.name] != widths[names[0]]:
-                raise UserError(
-                    f"fields {names[0]!r} and {field.name!r} share table {name!r}, but their embeddings are"
-                    f" {widths[names[0]]} and {widths[field.name]} wide; give both one width in model.embedding_dims"
-                )
-        if ids.kind == "rows" and len(fields) > 1:
-            raise UserError(
-                f"table {name!r} is shared by {', '.join(names)}, whose row numbers mean different ids; set its kind to"
-                ' "collisionless" or "hash", or give each field its own table'
-            )
         keys = tuple(key for field in schema.sparse if field.vocabulary in names for key in field.keys)
         specs.append(TableSpec(table_name(name), fields, keys, ids, _rows(fields, ids), widths[names[0]]))
     return specs

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cowrec.data_pipeline import Batch
-from cowrec.errors import UserError
 from cowrec.models import l2_kernels
 from cowrec.models.losses import Loss, bce
 
@@ -29,9 +28,6 @@ class TrainTask(nn.Module):
         linear_l2: L2 coefficient of the model's linear kernels.
         cross_l2: L2 coefficient of its cross kernels.
         bfloat16_device: type of the device whose matrix products are computed in bfloat16; "" for none.
-
-    Raises:
-        ValueError: a cross_l2 above 0 for a model without cross kernels.
     """
 
     def __init__(
@@ -42,11 +38,6 @@ class TrainTask(nn.Module):
         self.loss = loss
         self._bfloat16_device = bfloat16_device
         kernels = l2_kernels(model)
-        if cross_l2 and not kernels["cross"]:
-            raise UserError(
-                f"optimizer.cross_l2 = {cross_l2:g} is for cross layers, CIN and AutoInt, of which"
-                f" {type(model).__name__} has none; leave it out"
-            )
         self._penalties = [(linear_l2, each) for each in kernels["linear"] if linear_l2 > 0]
         self._penalties += [(cross_l2, each) for each in kernels["cross"] if cross_l2 > 0]
 

@@ -35,6 +35,7 @@ from ..runtime.environment import prepare_process
 from ..runtime.errors import Interrupted
 from ..runtime.stopping import interrupted_by_sigterm
 from ..runtime.subprocess_call import Subprocess
+from ..sharded_model.check_run import check_settings
 from ..training.loop import AfterEpoch, train
 
 RUNS = "runs"
@@ -98,6 +99,7 @@ def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Itera
         ValueError: another process is at work there, or the folder has another configuration, runs of other data or of
             own code that has changed since, or other files.
     """
+    check_settings(config)
     with interrupted_by_sigterm(), locked_folder(folder), Subprocess() as process:
         file = folder / CONFIG
         if file.exists():

@@ -30,6 +30,7 @@ from ..reports.text_table import number_text
 from ..runs.checkpoint import best_epoch
 from ..runs.run_dir import CONFIG, METRICS
 from ..runtime.errors import NonFiniteLoss, ProcessFailed
+from ..sharded_model.check_run import check_scaled_decay
 from ..sharded_model.run_plan import Scaled
 from .results import VALUES, Range, ranked
 from .runs import Runs, on_data, open_runs, say
@@ -231,7 +232,7 @@ def _run(runs: Runs, trial: Trial, config: RunConfig, metric: str) -> tuple[dict
     """Trains a trial. Returns the values of its line, and its quality if it is complete."""
     started, key, name, value = time.perf_counter(), f"validation_{metric}", f"trial-{trial.number}", None
     try:
-        Scaled.of(config)
+        check_scaled_decay(config)
     except ValueError as error:  # too high a rate for the weight decay, which is not searched
         return {"state": "failed", "error": str(error), "seconds": 0.0}, None
     try:

@@ -22,6 +22,7 @@ from cowrec.errors import UserError
 from ..config.run import RunConfig, checked_config
 from ..runs.run_dir import FITTED, require_unused
 from ..runtime.environment import launched_world_size
+from ..sharded_model.check_run import check_settings
 from .loop import train
 from .saved_run import evaluate_run, predict_run
 
@@ -117,6 +118,7 @@ def fit(
     if schema_file is not None and label != "":
         raise UserError(f"label = {label!r} and schema_file exclude each other: the file names the label")
     config = checked_config(RunConfig() if config is None else config)
+    check_settings(config)
     folder = require_local(run_dir, "run_dir", "fit prepares its data there")
     require_unused(folder)
     arrow = _as_arrow(table)

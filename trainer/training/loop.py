@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from cowrec.data_pipeline import Batch, Reader, Schema
 from cowrec.data_pipeline.remote import Place
@@ -53,7 +52,8 @@ from ..runs.trackers import TRACKERS, TrackedRun, Tracking, flattened, require_t
 from ..runtime.errors import Interrupted, NonFiniteLoss
 from ..runtime.processes import Process, on_first, process_group
 from ..runtime.stopping import LossWatch, StopRequest, ignoring_sigterm, stop_requests
-from ..sharded_model.build import has_batch_norm
+from ..sharded_model.build import check_batches
+from ..sharded_model.check_run import check_run
 from ..sharded_model.run_plan import RunPlan
 from ..sharded_model.sharding import SHARDING, describe_sharding, sharding_line
 from .dataloading import Readers, even_slice, keep_resident, training_readers
@@ -107,6 +107,7 @@ def train(
         begun = load_config(place.folder / CONFIG) if resume and (place.folder / CONFIG).is_file() else None
         schema = Schema.load(config.data.dir)
         config = with_defaults(config, schema.split("train").rows, begun)
+        check_run(config, schema, process)
         require_run_dir(place.folder, config, process, resume)
         plan = RunPlan.of(config, schema.of_batches(), process)
         run = _EpochRun(plan, place, training_readers(plan), after_epoch)
@@ -128,7 +129,7 @@ class _EpochRun:
         keep_resident(readers, plan)
         self.state, self.say = self.trainer.state, self.trainer.say
         require_distinct_measures(plan.schema.labels)
-        _require_normalised(self.state.model, plan)
+        check_batches(self.state.model, plan)
         self.thirds: np.ndarray | None = None
         if self.config.evaluate.by_id_counts and self.process.is_first:
             self.thirds = id_count_thirds(Path(self.config.data.dir), "test", plan.train_rows)
@@ -348,21 +349,6 @@ class _EpochRun:
             f"batch {self.config.train.batch_size} ({self.plan.epoch_steps} steps an epoch), "
             f"{self.trainer.describe_settings()}"
         )
-
-
-def _require_normalised(model: nn.Module, plan: RunPlan) -> None:
-    """Raises ValueError for a network with batch normalisation and a batch, or a part of one, of a single sample."""
-    train, rows = plan.config.train, plan.train_rows
-    if not has_batch_norm(model):
-        return
-    for samples in (min(train.batch_size, rows), rows % train.batch_size):
-        if 0 < samples < 2 * train.accumulation:
-            raise UserError(
-                f'model.name = "{plan.config.model.name}" has batch normalisation, which cannot train on a single'
-                f" sample, as there would be in a batch of {samples}: {rows:,} training samples in batches of"
-                f" {train.batch_size} (train.batch_size), in {train.accumulation} parts each (train.accumulation);"
-                " choose another batch size"
-            )
 
 
 class Speed:

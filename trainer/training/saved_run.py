@@ -33,9 +33,9 @@ from ..runs.run_dir import CHECKPOINTS, CONFIG, JOURNAL, require_same_ids
 from ..runtime.environment import launched_rank, launched_world_size
 from ..runtime.processes import Process, from_first, on_first, process_group
 from ..sharded_model.build import dense_tensors
+from ..sharded_model.check_run import require_labels
 from ..sharded_model.run_plan import RunPlan
 from ..sharded_model.tables import TableSpec, gathered_table, local_shards, tables_of
-from .dataloading import require_labels
 from .evaluation import field_importance, predicted_samples, predictions
 from .state import TrainState
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cowrec.data_pipeline import Batch
-from cowrec.errors import UserError
 from cowrec.sparse_opt import EmbeddingAdam, IdTables
 from cowrec.sparse_opt.optim.collection_adam import LRS
 from cowrec.sparse_opt.tbe.discovery import find_lookups, set_rates
@@ -124,7 +123,6 @@ class TrainState:
         self.steps, self._passes = 0, 1
         # Masks of -inf are not; read when the first checkpoint is due.
         self._finite = {name: each.isfinite().all() for name, each in dense_tensors(self.model.module).items()}
-        self._require_accumulable()
         self.environment = environment(process.device)
 
     @property
@@ -141,21 +139,6 @@ class TrainState:
     def id_tables(self) -> IdTables | None:
         """The tables that give rows to ids; None where ids are rows or hashes."""
         return self.ids.tables
-
-    def _require_accumulable(self) -> None:
-        accumulation, optimizer = self._config.train.accumulation, self._config.optimizer.embedding
-        if accumulation == 1:
-            return
-        if self.embedding_optimizer is None:
-            raise UserError(
-                f'train.accumulation = {accumulation} cannot add up gradients of optimizer.embedding = "{optimizer}"'
-                ' without a clip and L2, which FBGEMM applies in each pass; set optimizer.embedding = "adam", or a clip'
-            )
-        if self.ids.tables:
-            raise UserError(
-                f"train.accumulation = {accumulation} does not work with collisionless id tables, whose rows may pass"
-                ' to other ids within a step; set train.accumulation = 1, or id_table.kind = "rows"'
-            )
 
     def _accumulate(self, passes: int) -> None:
         """Makes one step of so many coming backward passes."""

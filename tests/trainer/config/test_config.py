@@ -17,8 +17,9 @@ from cowrec.trainer.config.reference import OWN_DATA, presets, run_file
 from cowrec.trainer.config.run import RunConfig, config_from, few_steps_warning, load_config, save_config, with_defaults
 from cowrec.trainer.config.sections import TrainConfig
 from cowrec.trainer.runs.run_dir import require_own
+from cowrec.trainer.sharded_model.check_run import check_settings, check_tables
 from cowrec.trainer.sharded_model.run_plan import Scaled
-from cowrec.trainer.sharded_model.tables import table_specs
+from cowrec.trainer.sharded_model.tables import TableSpec, table_specs
 from cowrec.trainer.training.loop import train
 from refusal import refused
 
@@ -58,7 +59,6 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("[optimizer]\ndense_lr = nan", "optimizer.dense_lr must be at least 0 and finite, got nan"),
         ("[optimizer]\nbetas = [0.9]", "optimizer.betas"),
         ('[optimizer]\nscaling = "sqrt_sta"', "optimizer.scaling = 'sqrt_sta' is not known; did you mean 'sqrt_star'?"),
-        ('[optimizer]\nembedding = "fbgemm_cowclip"', "does its own clipping, not clip.rule = 'cowclip'; set"),
         ("[optimizer]\nlr_decay = 0.0", "optimizer.lr_decay must be a word or above 0 and finite, got 0.0"),
         ('[optimizer]\nlr_decay = "1"',
          "optimizer.lr_decay = '1': input should be 'none', 'linear' or 'cosine', or a valid number"),
@@ -69,7 +69,6 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("[optimizer]\nwide_alpha = 0.0", "optimizer.wide_alpha must be above 0 and finite, got 0.0"),
         ("[optimizer]\nwide_alpha = 0.2", 'optimizer.wide_alpha = 0.2 has no meaning for optimizer.wide = "adam"'),
         ('[clip]\nrule = "field"', "clip.rule = 'field' needs clip.max_norm"),
-        ('[clip]\nrule = "global"\nmax_norm = 1.0', "'replay' computes absent rows later; set it to 'lazy'"),
         ('[clip]\nrule = "adaptive_field"\nbound = 1.0', "clip.bound = 1.0 has no meaning for clip.rule"),
         ("[clip]\nr = 0.0", "clip.r must be > 0"),
         ("[clip]\nbound = 1.0", "clip.bound = 1.0 has no meaning for clip.rule = 'cowclip'; it takes r, zeta"),
@@ -108,6 +107,18 @@ def test_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('[optimizer]\nembedding = "fbgemm_cowclip"', "does its own clipping, not clip.rule = 'cowclip'; set"),
+        ('[clip]\nrule = "global"\nmax_norm = 1.0', "'replay' computes absent rows later; set it to 'lazy'"),
+        ("[train]\npatience = 1", "train.patience = 1 needs the best epoch's checkpoint; set checkpoint.keep_best"),
+    ],
+)
+def test_sections_that_exclude_each_other_are_refused(tmp_path: Path, toml: str, message: str) -> None:
+    refused(message, check_settings, load(tmp_path, toml))
+
+
+@pytest.mark.parametrize(
     ("overrides", "blamed"),
     [
         (["train.seed=1", "train.epoch=5"], "--set train.epoch=5: unknown key train.epoch"),
@@ -116,6 +127,9 @@ def test_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
         (["clip.r=0"], "--set clip.r=0: "),
         (["optimizer.cross_l2=1", "train.batch_size=2", "train.accumulation=3"],
          "--set train.batch_size=2, --set train.accumulation=3: train.accumulation must be from 1"),
+        (["optimizer.cross_l2=1", "optimizer.embedding=sgd", "optimizer.weight_decay=2"],
+         "--set optimizer.embedding=sgd, --set optimizer.weight_decay=2: optimizer.weight_decay = 2.0 needs"),
+        (["train.seed=1", "id_table.capacity=6"], "--set id_table.capacity=6: id_table.capacity = 6 has no meaning"),
         (["model.name=deepfm", "train.epochs=0"], "--set train.epochs=0: "),  # the first repairs the file
         (["train.seed=1"], "{file}: model.name is"),
         *(([each], "--set takes section.key=value, got") for each in ("train.seed", "seed=5", "=5", "train.=5", "")),
@@ -228,13 +242,19 @@ def schema(**fields: dict) -> Schema:
     return Schema("tabular", (), tuple(SparseField(name, 10, **given) for name, given in fields.items()), {})
 
 
+def tables_of(fields: Schema, config: RunConfig) -> list[TableSpec]:
+    specs = table_specs(fields, config)
+    check_tables(config, fields, specs)
+    return specs
+
+
 def test_a_table_is_a_field_unless_fields_share_it() -> None:
     times = {"": 0, "90s": 90, "5m": 300, "2h": 7200, "30d": 2592000}
     assert {text: seconds(text, "key") for text in times} == times
     shared = {"people": {"fields": ["user", "author"], "capacity": 50}, "day": {"kind": "rows"}}
     ids = {"kind": "collisionless", "capacity": 100, "tables": shared}
     config = config_from({"model": {"embedding_dims": {"user": 4, "author": 4}}, "id_table": ids})
-    specs = table_specs(schema(user={}, day={}, item={}, author={}), config)
+    specs = tables_of(schema(user={}, day={}, item={}, author={}), config)
     found = {spec.name: ([field.name for field in spec.fields], spec.ids.kind, spec.ids.capacity) for spec in specs}
     assert found == {
         "people": (["user", "author"], "collisionless", 50),
@@ -272,14 +292,14 @@ WRONG_TABLES: list[tuple[dict[str, Any], str]] = [
 def test_tables_that_are_invalid_or_do_not_fit_the_data_are_refused(section: dict[str, Any], message: str) -> None:
     fields = schema(day={}, user={}, item={}, tags={"kind": "multi", "pooling": "mean"})
     given = {"id_table": {"kind": "hash"} | section, "model": {"embedding_dims": {"item": 3}}}
-    refused(message, lambda: table_specs(fields, config_from(given)))
+    refused(message, lambda: tables_of(fields, config_from(given)))
 
 
 def test_names_and_raw_ids_that_have_no_table_are_refused() -> None:
     unknown = config_from({"model": {"embedding_dims": {"usr": 3}}})
-    refused(r"model.embedding_dims names 'usr', .* did you mean 'user'?", table_specs, schema(user={}), unknown)
+    refused(r"model.embedding_dims names 'usr', .* did you mean 'user'?", tables_of, schema(user={}), unknown)
     raw = Schema("tabular", (), (SparseField("user", 0, encoding="raw"),), {})
-    refused("field 'user' has raw ids", table_specs, raw, config_from({}))
+    refused("field 'user' has raw ids", tables_of, raw, config_from({}))
 
 
 def test_every_shipped_configuration_can_be_had() -> None:

@@ -20,6 +20,7 @@ from cowrec.trainer import RunConfig, load_config, train
 from cowrec.trainer.config.sections import ClipConfig, LrDecay, OptimizerConfig, ShardingConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.build import fused_params, set_product_precision
+from cowrec.trainer.sharded_model.check_run import check_scaled_decay, check_sharding
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Scaled, Schedule
 from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan
 from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
@@ -77,8 +78,8 @@ def test_a_fall_comes_at_the_step_that_is_meant() -> None:
 def test_weight_decay_that_turns_signs_is_refused(decay: dict[str, float], message: str) -> None:
     rates = {"embedding_lr": 0.01, "dense_lr": 0.1, "l2": 0.0, "base_batch_size": 100, "scaling": "linear"}
     config = RunConfig(optimizer=OptimizerConfig(**rates, **decay), train=TrainConfig(batch_size=400))
-    refused(message, Scaled.of, config)
-    Scaled.of(dataclasses.replace(config, train=TrainConfig(batch_size=100)))
+    refused(message, check_scaled_decay, config)
+    check_scaled_decay(dataclasses.replace(config, train=TrainConfig(batch_size=100)))
 
 
 folder = data_folder("price", "city", "tags")
@@ -238,7 +239,7 @@ def test_tables_in_unified_memory(world_size: int, plan: Any) -> None:
     ],
 )
 def test_refuses(config: RunConfig, given: dict, message: str) -> None:
-    refused(message, chosen_kinds, config, tables([40, 5, 1], **given), processes(4, machine=2))
+    refused(message, check_sharding, config, tables([40, 5, 1], **given), processes(4, machine=2))
 
 
 def test_bfloat16_without_avx512_is_warned_of(
