@@ -13,12 +13,10 @@ Other columns are ignored. An integer id, 5 or 5.0, equals its decimal text. Sam
 column per field and row numbers as ids. R samples, N dense fields, F sparse fields.
 """
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,22 +26,13 @@ import torch
 
 from cowrec.errors import UserError
 
-from .dataset.sample_block import Bags, SampleBlock
-from .dataset.schema import LABEL, TIME, Schema, SparseField
+from .dataset.sample_block import SampleBlock
+from .dataset.schema import LABEL, TIME, Schema
 from .dataset.shards import arrow_schema, block_from_table
-from .encoding import Encoder, bound, bounded, bucket_ids, scores
-from .hashing import bytes_hashes, string_buffers
-from .json_lines import (
-    CANONICAL_VALUE,
-    ColumnType,
-    canonical_values,
-    long_texts,
-    parse_lines,
-    require_columns,
-    to_array,
-    uniform_table,
-)
-from .raw.columns import MAX_WEIGHT, WEIGHTS_ARE_BOUNDED, SampleColumns
+from .encoding.encoder import Encoder
+from .json_lines import canonical_values, long_texts, parsed_lines, require_columns, to_array, uniform_table
+from .raw.columns import SampleColumns
+from .raw.kinds import RawType, read_fields
 from .raw.layouts import Layout, RawField, RawLabel
 from .raw.parsing import Parsed, unreadable_rows
 
@@ -154,23 +143,25 @@ class SampleCodec:
         along = [field for field in layout.fields if field.along]
         self.together = [{field.column, self.source_columns[field.along]} for field in along]
         self.together += [{field.column, self._time} for field in layout.ages]
-        of_fields = dict[str, list[ColumnType]]()
+        self._fields = dict[tuple[str, RawType], list[str]]()
+        of_columns = dict[str, list[RawType]]()
         for field in layout.fields:
-            of_fields.setdefault(field.column, []).append(ColumnType.of(field))
-        types = {column: ColumnType.of_all(each) for column, each in of_fields.items()}
-        time = ColumnType("time" if layout.time_format == "timestamp" else "id")
+            self._fields.setdefault((field.column, RawType.of(field)), []).append(field.name)
+            of_columns.setdefault(field.column, []).append(RawType.of(field))
+        types = {column: RawType.of_all(each) for column, each in of_columns.items()}
+        time = RawType("time" if layout.time_format == "timestamp" else "id")
         if layout.ages:
             types.setdefault(self._time, time)
         self.columns, self._features = tuple(types), dict(types)
         # A number and an id of one value are the same in a request as in a column; a list and another kind are not.
-        mixed = [each for each in of_fields.values() if len(set(each)) > 1]
-        in_columns = any({each.kind for each in types} - {"number", "id"} for types in mixed)
-        in_columns |= bool(layout.ages) or any(field.encoding == "synthetic" for field in schema.sparse)
-        self._request_encoder = None if in_columns else _RequestEncoder(schema, layout, encoder)
-        types.setdefault(SAMPLE_ID, ColumnType("id"))
+        mixed = [each for each in of_columns.values() if len(set(each)) > 1]
+        mixed_lists = any({each.kind for each in types} - {"number", "id"} for types in mixed)
+        row_numbers = any(field.encoding == "synthetic" for field in schema.sparse)
+        self._in_columns = mixed_lists or bool(layout.ages) or row_numbers
+        types.setdefault(SAMPLE_ID, RawType("id"))
         types.setdefault(self._time, time)
         for label in layout.labels:
-            types.setdefault(label.column, ColumnType("label"))
+            types.setdefault(label.column, RawType("label"))
         self._types = types
 
     @staticmethod
@@ -207,7 +198,7 @@ class SampleCodec:
         table = uniform_table(lines, self._types_for(training)) if lines else None
         if table is not None:
             return RawSamples(table, np.arange(len(lines)))
-        return self.from_objects(parse_lines(lines), training=training)
+        return self.from_objects(parsed_lines(lines), training=training)
 
     def from_objects(self, samples: Iterable[Any], *, training: bool = True) -> RawSamples:
         """Converts samples given as dictionaries of JSON values; `training`: see `encode`."""
@@ -284,7 +275,7 @@ class SampleCodec:
         has_ids = SAMPLE_ID in samples.table.column_names
         sample_ids = columns.texts(SAMPLE_ID) if has_ids else pa.nulls(count, pa.string()).fill_null("")
         rows = {field.name: field.num_embeddings for field in self.schema.sparse if field.encoding == "synthetic"}
-        numbers, ids, weights = columns.of_fields(self._layout.fields, rows, since)
+        numbers, ids, weights = read_fields(columns, self._layout.fields, rows, since)
         parsed = Parsed(samples.index, {LABEL: label}, None, numbers, ids, weights, [])
         wanted = arrow_schema(_features(self.schema))
         table = self._encoder.encode(parsed).select(wanted.names).cast(wanted)
@@ -304,181 +295,23 @@ class SampleCodec:
         Raises:
             ValueError: see `encode`.
         """
-        if self._request_encoder is not None:
+        if not self._in_columns:
             # What is wrong is found in columns.
             with suppress(AttributeError, TypeError, ValueError, OverflowError):
-                return self._request_encoder.encode(samples), ()
+                return self._encoder.encode_few(self._canonical(samples), len(samples)), ()
         encoded = self.encode(self.from_objects(samples, training=False), training=False)
         block = encoded.block
         return replace(block, dense=block.dense.contiguous()), encoded.bad  # as networks compiled elsewhere expect
 
-    def _types_for(self, training: bool) -> Mapping[str, ColumnType]:
-        return self._types if training else self._features
-
-
-_Columns = Mapping[str, Sequence[Any]]
-"""Canonical values of samples (see `canonical_values`), by raw field."""
-
-_NUMBERS, _TEXTS = {int, float, type(None)}, {str, type(None)}
-
-
-class _RequestEncoder:
-    """Encodes samples for prediction: equals `SampleCodec.encode` without its cost per column, which for one sample is
-    ten times as much.
-
-    All numeric fields form one array and all ids one array of strings, which are hashed together. The arithmetic and
-    the lookups of ids are those of `Encoder`.
-    """
-
-    def __init__(self, schema: Schema, layout: Layout, encoder: Encoder) -> None:
-        self._encoder = encoder
-        self._fields = dict[tuple[str, ColumnType], list[str]]()
-        for field in layout.fields:
-            self._fields.setdefault((field.column, ColumnType.of(field)), []).append(field.name)
-        numeric = [field.name for field in layout.fields if field.kind == "numeric"]
-        self._numeric = {name: index for index, name in enumerate(numeric)}
-        self._dense = np.array([self._numeric[field.source] for field in encoder.dense], np.int64)
-        low = np.array([[field.minimum] for field in encoder.dense]).reshape(-1, 1)
-        width = np.array([[field.maximum - field.minimum] for field in encoder.dense]).reshape(-1, 1)
-        transforms = np.array([[field.transform] for field in encoder.dense]).reshape(-1, 1)
-        self._low, self._width = low, np.where(width > 0, width, 1.0)
-        self._minmax, self._log, self._flat = transforms == "minmax", transforms == "log", width <= 0
-        self._bound = np.array([[bound(field)] for field in encoder.dense]).reshape(-1, 1)
-        self._dtype = np.int64 if schema.has_raw_ids else np.int32
-        self._quantile = [index for index, field in enumerate(encoder.dense) if field.transform == "quantile"]
-        self._missing = [index for index, field in enumerate(encoder.dense) if field.transform == "missing"]
-
-    def encode(self, samples: Sequence[Mapping[str, Any]]) -> SampleBlock:
-        """Encodes samples that are all good; labels are NaN, times are unknown.
-
-        Raises:
-            AttributeError, TypeError, ValueError, OverflowError: one is not; it is not told which one.
-        """
-        columns: dict[str, Sequence[Any]] = {}
+    def _canonical(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]]:
+        """Returns the canonical values of samples by raw field. Raises ValueError if a value is of another kind."""
+        found: dict[str, Sequence[Any]] = {}
         for (column, kind), names in self._fields.items():
             values = [sample.get(column) for sample in samples]
             if values.count(None) == len(values) and not any(column in sample for sample in samples):
                 raise UserError(f"no sample has the column {column!r}")
-            found = _canonical(values, kind)
-            if kind.kind == "ids" and kind.null:
-                found = [each and [_MARKER if item in kind.null else item for item in each] for each in found]
-            columns |= dict.fromkeys(names, found)
-        raw = [columns[name] for name in self._numeric]
-        numbers = np.array(raw, np.float64).reshape(len(raw), len(samples))  # None became NaN
-        if np.isfinite(numbers).sum() + sum(each.count(None) for each in raw) < numbers.size:
-            raise UserError("a number is not finite")
-        parts = [self._ids_of(field, columns, numbers) for field in self._encoder.sparse]
-        offsets, data = string_buffers(pa.array([*chain.from_iterable([texts for texts, _, _ in parts])], pa.string()))
-        hashes = bytes_hashes(offsets, data)
-        singles, bags, start = [], {}, 0
-        for field, (texts, counts, weights) in zip(self._encoder.sparse, parts, strict=True):
-            stop = start + len(texts)
-            ids = self._encoder.rows(field, hashes[start:stop], offsets[start : stop + 1], data)
-            start = stop
-            if counts is None:
-                singles.append(ids)
-            else:
-                bags[field.name] = Bags(
-                    torch.from_numpy(ids.astype(self._dtype, copy=False)),
-                    torch.tensor([0, *counts]).cumsum(0),
-                    None if weights is None else torch.from_numpy(weights.astype(np.float32)),
-                )
-        table = np.array(singles, self._dtype).reshape(len(singles), len(samples))
-        return SampleBlock(
-            torch.from_numpy(self._transformed(numbers)).t().contiguous(),  # as networks compiled elsewhere expect
-            torch.full((len(samples),), math.nan),
-            torch.from_numpy(table).t(),
-            bags,
-        )
+            found |= dict.fromkeys(names, kind.canonical(values))
+        return found
 
-    def _transformed(self, numbers: np.ndarray) -> np.ndarray:
-        """Applies `dense.transformed` to all fields at once: float32 [N, R]."""
-        raw = numbers[self._dense]
-        present = np.where(np.isnan(raw), 0.0, raw)
-        with np.errstate(over="ignore", invalid="ignore"):
-            above = present - self._low
-            logs = np.log1p(np.maximum(above, 0.0)) if self._log.any() else above
-            scaled = np.where(self._flat, 0.0, above / self._width)
-        result = np.where(self._minmax, scaled, np.where(self._log, logs, present))
-        for index in self._quantile:
-            result[index] = scores(self._encoder.dense[index], raw[index])
-        result[self._missing] = np.isnan(raw[self._missing])
-        return bounded(result, self._bound)
-
-    def _ids_of(
-        self, field: SparseField, columns: _Columns, numbers: np.ndarray
-    ) -> tuple[list[str], list[int] | None, np.ndarray | None]:
-        """Returns all ids of a field, their number in each sample, and their weights if it is weighted.
-
-        The number is None for a field of one id each.
-        """
-        values = columns[field.source]
-        if field.bucketed:
-            return bucket_ids(numbers[self._numeric[field.source]]).to_pylist(), None, None
-        if field.kind == "categorical":
-            return [value or "" for value in values], None, None
-        if field.kind == "weighted":
-            pairs = [value or [{"id": "", "weight": 1.0}] for value in values]
-            weights = np.array([pair["weight"] for each in pairs for pair in each], np.float64)
-            if not (np.abs(weights) <= MAX_WEIGHT).all():
-                raise UserError(WEIGHTS_ARE_BOUNDED)
-            return [pair["id"] for each in pairs for pair in each], [len(each) for each in pairs], weights
-        if field.kind == "sequence":
-            main = field.along or field.source
-            others = [columns[each.source] for each in self._encoder.sparse if each.along == main]
-            lists = _last(values, _steps(columns[main], others), field.max_length)
-        else:
-            lists = [value or [""] for value in values]
-        return [each or "" for each in chain.from_iterable(lists)], [len(each) for each in lists], None
-
-
-class _Marker(str):
-    """The empty text that a marker of missing values in a list becomes."""
-
-
-_MARKER = _Marker()
-
-
-def _steps(values: Sequence[Any], along: Sequence[Sequence[Any]]) -> list[int]:
-    """The lengths of sequences as `SampleColumns` has them; `along` are the values of those along them."""
-    steps = [len(value or ()) for value in values]
-    for row in (row for row, value in enumerate(values) if value and len(value) == 1 and not value[0]):
-        (item,), others = values[row], [each[row] for each in along]
-        # Where one along it has a value, a marker is a step; null is one unless one has no item.
-        if item is _MARKER:
-            nothing = not all(others) or all(other == [""] for other in others)
-        else:
-            nothing = item is not None or not all(others)
-        if nothing:
-            steps[row] = 0
-    return steps
-
-
-def _last(values: Sequence[Any], steps: Sequence[int], most: int) -> list[list[str]]:
-    """The last ids of each value, of as many as it has steps.
-
-    Raises:
-        ValueError: a value has another number of ids.
-    """
-    for value, count in zip(values, steps, strict=True):
-        given = len(value or ())
-        if given != count and not (count == 0 and given == 1 and not value[0]):
-            raise UserError("sequences that go along with each other differ in length")
-    return [each[-most:] if count else [] for each, count in zip(values, steps, strict=True)]
-
-
-def _canonical(values: Sequence[Any], column: ColumnType) -> Sequence[Any]:
-    """Converts a column's values as `canonical_values` does; fast where they need no conversion.
-
-    Unlike there, texts may have surrogates, which Arrow refuses.
-
-    Raises:
-        ValueError: a value has the wrong type for the column.
-    """
-    types = {*map(type, values)}
-    if types <= _NUMBERS and column.kind == "number":
-        nulls = column.null_numbers
-        return [None if value is not None and float(value) in nulls else value for value in values] if nulls else values
-    if types <= _TEXTS and column.kind == "id":
-        return ["" if value in column.null else value for value in values] if column.null else values
-    return [None if value is None else CANONICAL_VALUE[column.kind](value, column) for value in values]
+    def _types_for(self, training: bool) -> Mapping[str, RawType]:
+        return self._types if training else self._features

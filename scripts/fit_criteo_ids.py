@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cowrec.data_pipeline import PrepareConfig, prepare
-from cowrec.data_pipeline.encoding import Vocabulary
+from cowrec.data_pipeline.encoding.vocabulary import Vocabulary
 from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_SIZES
 
 OUTPUT = Path(__file__).parents[1] / "data_pipeline" / "synthetic" / "criteo_frequencies.py"

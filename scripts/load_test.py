@@ -39,7 +39,7 @@ from safetensors.torch import load_file
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import RESERVED_ROWS
-from cowrec.data_pipeline.encoding import raw_ids
+from cowrec.data_pipeline.encoding.vocabulary import raw_ids
 from cowrec.data_pipeline.parallel import available_cores
 from cowrec.data_pipeline.synthetic.drifting import (
     DriftConfig,

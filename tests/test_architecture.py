@@ -55,7 +55,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "preparation": "hashing parallel remote dataset raw encoding",
         "inference": "dataset raw",
         "json_lines": "raw",
-        "codec": "hashing json_lines dataset raw encoding",
+        "codec": "json_lines dataset raw encoding",
         "streams": "redis_client remote hashing grouped_file dataset codec encoding raw",
         "synthetic": "splitmix hashing parallel dataset raw encoding",
     },

@@ -28,17 +28,9 @@ from ..dataset.schema import (
     Split,
 )
 from ..dataset.shards import PARTIAL, ShardSize, arrow_schema, shard_path, size_of_split, write_shard
-from ..encoding import (
-    Encoder,
-    NumberStatistics,
-    ValueCounts,
-    Vocabulary,
-    VocabularyCounter,
-    bucket_ids,
-    count_bounded,
-    counted_values,
-    fitted,
-)
+from ..encoding.encoder import Encoder
+from ..encoding.numbers import NumberStatistics, ValueCounts, bucket_ids, count_bounded, fitted
+from ..encoding.vocabulary import Vocabulary, VocabularyCounter, counted_values
 from ..parallel import ordered_map
 from ..raw.columns import NEGATIVE, WEIGHTLESS
 from ..raw.inputs import Block, Partition, Report

@@ -17,7 +17,7 @@ from cowrec.errors import UserError
 
 from ..dataset.schema import SCHEMA_FILE, Schema, SourceFile, Split, library_versions
 from ..dataset.shards import check_replaceable, disk_errors, new_folder
-from ..encoding import Encoder
+from ..encoding.encoder import Encoder
 from ..raw.inputs import Partition, RawFile, Source, find_groups, find_inputs, partitions, stamp
 from ..raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_schema_file
 from ..raw.parsing import BadRowLedger, check_same_types, check_types

@@ -12,7 +12,7 @@ import numpy as np
 
 from cowrec.errors import UserError
 
-from ..encoding import ValueCounts
+from ..encoding.numbers import ValueCounts
 from ..hashing import uniforms
 from ..raw.inputs import Block, Partition, Report
 from ..raw.layouts import Layout

@@ -17,6 +17,7 @@ from cowrec.errors import UserError
 
 from .columns import MISSING_LABEL, SampleColumns
 from .inputs import Block, Source
+from .kinds import read_fields
 from .layouts import LABEL_ADVICE, Layout
 from .reading import naming_file
 from .values import family, mask, plain_array
@@ -83,7 +84,7 @@ def parse(block: Block, layout: Layout) -> Parsed:
         labels[label.name] = columns.labels(label, required=len(layout.labels) == 1)
     sample_weights = columns.weights(layout.weight) if layout.has_weights else None
     time = columns.times(layout.time, layout.time_format) if layout.has_times else None
-    numbers, ids, weights = columns.of_fields(layout.fields, time=time)
+    numbers, ids, weights = read_fields(columns, layout.fields, time=time)
     kept = {name: columns.shown(name) for name in layout.found_keep}
     bad = [
         BadRow(block.source, int(raw.places[row]), column, problem, _advice(column, problem, layout))

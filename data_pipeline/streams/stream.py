@@ -41,7 +41,7 @@ from cowrec.errors import UserError
 from ..codec import BadSample, Encoded, SampleCodec, sample_block
 from ..dataset.sample_block import SampleBlock
 from ..dataset.schema import Schema
-from ..encoding import count_bounded
+from ..encoding.numbers import count_bounded
 from ..hashing import string_hashes
 from .position import Entry, Journal, Position
 from .reorder import RecentIds, follow

@@ -44,7 +44,7 @@ from ..dataset.shards import (
     size_of_split,
     write_shard,
 )
-from ..encoding import raw_ids
+from ..encoding.vocabulary import raw_ids
 from ..hashing import mix, uniform
 from ..parallel import ordered_map
 from ..raw.layouts import Layout, RawField, RawLabel

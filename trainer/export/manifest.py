@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import vocabulary_file
-from cowrec.data_pipeline.encoding import one_array
+from cowrec.data_pipeline.encoding.vocabulary import one_array
 from cowrec.data_pipeline.hashing import string_buffers
 from cowrec.errors import UserError
 from cowrec.files import write_file

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare, work_bytes
-from cowrec.data_pipeline.encoding import bucket_ids
+from cowrec.data_pipeline.encoding.numbers import bucket_ids
 from raw_cases import NULLS_SCHEMA, fnv_splitmix, prepare_text, raw_rows, read_split, write_criteo, write_rows
 from refusal import refused
 

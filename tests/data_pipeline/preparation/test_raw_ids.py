@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cowrec.data_pipeline import MISSING, PrepareConfig, Reader, Schema, SparseField, prepare
 from cowrec.data_pipeline.dataset.shards import block_from_table
-from cowrec.data_pipeline.encoding import raw_ids
+from cowrec.data_pipeline.encoding.vocabulary import raw_ids
 from cowrec.data_pipeline.raw.values import as_times
 from cowrec.trainer.training.dataloading import even_slice
 from raw_cases import fnv_splitmix, read_split, write_timed

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, prepare
-from cowrec.data_pipeline.encoding import ValueCounts
+from cowrec.data_pipeline.encoding.numbers import ValueCounts
 from cowrec.data_pipeline.preparation.splits import TimeOrder
 from cowrec.data_pipeline.raw.inputs import partitions
 from raw_cases import prepare_text, read_split

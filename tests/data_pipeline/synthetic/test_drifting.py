@@ -7,7 +7,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
-from cowrec.data_pipeline.encoding import raw_ids
+from cowrec.data_pipeline.encoding.vocabulary import raw_ids
 from cowrec.data_pipeline.synthetic.drifting import (
     DAY,
     LIFETIMES,

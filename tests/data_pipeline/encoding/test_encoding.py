@@ -10,22 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm, rankdata
 
-import cowrec.data_pipeline.encoding as strings_module
+import cowrec.data_pipeline.encoding.vocabulary as strings_module
 from cowrec.data_pipeline import PrepareConfig, SampleCodec, Schema
-from cowrec.data_pipeline.encoding import (
-    MOST_VALUES,
-    NumberStatistics,
-    StringTable,
-    ValueCounts,
-    fitted,
-    string_order,
-    transformed,
-)
+from cowrec.data_pipeline.encoding.numbers import MOST_VALUES, NumberStatistics, Transforms, ValueCounts, fitted
+from cowrec.data_pipeline.encoding.vocabulary import StringTable, string_order
 from cowrec.data_pipeline.hashing import string_buffers
 from raw_cases import prepare_text, read_split
 from refusal import refused
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def transformed(field, values):
+    return Transforms([field]).apply(values[None])[0]
 
 
 def counted(parts, most=MOST_VALUES):

@@ -1,0 +1,1 @@
+"""From parsed samples to numbers and embedding rows: fitted transforms, vocabularies and hashes."""

@@ -1,0 +1,190 @@
+"""The encoder: fitted transforms, vocabularies and hashes, applied to parsed columns or to the values of a few samples.
+
+R samples, N dense fields, S raw numeric fields."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from cowrec.errors import UserError
+
+from ..dataset.sample_block import Bags, SampleBlock
+from ..dataset.schema import (
+    KEPT_PREFIX,
+    RESERVED_ROWS,
+    SAMPLE_NUMBER,
+    SAMPLE_WEIGHT,
+    TIME,
+    VOCABULARY_FOLDER,
+    WEIGHT_SUFFIX,
+    DenseField,
+    Schema,
+    SparseField,
+    label_columns,
+    vocabulary_file,
+)
+from ..hashing import bytes_hashes, string_buffers, string_hashes
+from ..raw.lists import last_values, weights_of_pairs
+from ..raw.parsing import Parsed
+from .numbers import Transforms, bucket_ids
+from .vocabulary import Vocabulary, raw_ids_of_hashed, with_missing
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Fitted transforms and vocabularies of every field.
+
+    Attributes:
+        dense, sparse: the fields as the schema describes them.
+        vocabularies: by name of the sparse field; only fields encoded by a vocabulary of their own have one.
+    """
+
+    dense: tuple[DenseField, ...]
+    sparse: tuple[SparseField, ...]
+    vocabularies: "Mapping[str, Vocabulary]"
+
+    @cached_property
+    def _transforms(self) -> Transforms:
+        return Transforms(self.dense)
+
+    def encode(self, parsed: Parsed) -> pa.Table:
+        """Encodes all samples of a block to the columns of `arrow_schema`."""
+        labels = zip(label_columns(list(parsed.labels)), parsed.labels.values(), strict=True)
+        columns: dict[str, pa.Array] = {name: pa.array(values) for name, values in labels}
+        columns[SAMPLE_NUMBER] = pa.array(parsed.sample_numbers)
+        columns |= {KEPT_PREFIX + name: values for name, values in parsed.kept.items()}
+        if parsed.sample_weights is not None:
+            columns[SAMPLE_WEIGHT] = pa.array(parsed.sample_weights)
+        if parsed.time is not None:
+            columns[TIME] = pa.array(parsed.time)
+        sources = self._transforms.sources
+        numbers = np.array([parsed.numbers[name] for name in sources], np.float64)
+        encoded = self._transforms.apply(numbers.reshape(len(sources), len(parsed.sample_numbers)))
+        columns |= {field.name: pa.array(values) for field, values in zip(self.dense, encoded, strict=True)}
+        for sparse in self.sparse:
+            columns |= self._ids(sparse, parsed)
+        return pa.table(columns)
+
+    def _ids(self, field: SparseField, parsed: Parsed) -> dict[str, pa.Array]:
+        text = bucket_ids(parsed.numbers[field.source]) if field.bucketed else parsed.ids[field.source]
+        if field.kind == "categorical":
+            return {field.name: pa.array(self._rows_of_text(field, text))}
+        offsets = list_offsets(text)
+        columns = {field.name: pa.ListArray.from_arrays(offsets, pa.array(self._rows_of_text(field, text.flatten())))}
+        if field.kind == "weighted":
+            weights = pa.array(parsed.weights[field.source])
+            columns[field.name + WEIGHT_SUFFIX] = pa.ListArray.from_arrays(offsets, weights)
+        return columns
+
+    def _rows_of_text(self, field: SparseField, text: pa.Array) -> np.ndarray:
+        if field.encoding == "synthetic":
+            found: np.ndarray = text.to_numpy()  # the ids are embedding rows already
+            return found
+        return self.rows(field, string_hashes(text), *string_buffers(text))
+
+    def rows(self, field: SparseField, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
+        """Returns rows, int32 [R], or raw ids, int64 [R], of strings as `string_buffers` gives them.
+
+        `hashes`, uint64 [R], are the strings' and may be changed.
+        """
+        if field.encoding == "vocabulary":
+            return self.vocabularies[field.vocabulary].rows_of_hashed(hashes, offsets, data)
+        if field.encoding == "hash":
+            buckets = np.uint64(field.num_embeddings - RESERVED_ROWS)
+            return with_missing((hashes % buckets).astype(np.int32) + np.int32(RESERVED_ROWS), offsets)
+        return raw_ids_of_hashed(hashes, offsets)
+
+    def encode_few(self, columns: Mapping[str, Sequence[Any]], count: int) -> SampleBlock:
+        """Encodes samples to predict, without the cost of Arrow's columns, which for one sample is six times as much.
+
+        All numbers form one array, and all ids one array of strings, which are hashed together. The result is that of
+        `encode` for the same values; labels are NaN, times are unknown.
+
+        Args:
+            columns: canonical values of samples that are all good (`raw.kinds.RawType.canonical`), by raw field.
+            count: R.
+
+        Raises:
+            AttributeError, TypeError, ValueError, OverflowError: a value is not good; it is not told which one.
+        """
+        raw = [columns[name] for name in self._transforms.sources]
+        numbers = np.array(raw, np.float64).reshape(len(raw), count)  # None became NaN
+        if np.isfinite(numbers).sum() + sum(each.count(None) for each in raw) < numbers.size:
+            raise ValueError("a number is not finite")
+        of_source = dict(zip(self._transforms.sources, numbers, strict=True))
+        parts = [self._few_ids(field, columns, of_source) for field in self.sparse]
+        offsets, data = string_buffers(pa.array([*chain.from_iterable([texts for texts, _, _ in parts])], pa.string()))
+        hashes = bytes_hashes(offsets, data)
+        dtype = np.int64 if any(each.encoding == "raw" for each in self.sparse) else np.int32
+        singles, bags, start = [], {}, 0
+        for field, (texts, lengths, weights) in zip(self.sparse, parts, strict=True):
+            stop = start + len(texts)
+            ids = self.rows(field, hashes[start:stop], offsets[start : stop + 1], data)
+            start = stop
+            if lengths is None:
+                singles.append(ids)
+            else:
+                values = torch.from_numpy(ids.astype(dtype, copy=False))
+                bags[field.name] = Bags(values, torch.tensor([0, *lengths]).cumsum(0), weights)
+        return SampleBlock(
+            torch.from_numpy(self._transforms.apply(numbers)).t().contiguous(),  # as networks compiled elsewhere expect
+            torch.full((count,), math.nan),
+            torch.from_numpy(np.array(singles, dtype).reshape(len(singles), count)).t(),
+            bags,
+        )
+
+    def _few_ids(
+        self, field: SparseField, columns: Mapping[str, Sequence[Any]], numbers: Mapping[str, np.ndarray]
+    ) -> tuple[list[str], list[int] | None, torch.Tensor | None]:
+        """Returns all ids of a field, their number in each sample, None for one each, and their weights, if any."""
+        values = columns[field.source]
+        if field.bucketed:
+            return bucket_ids(numbers[field.source]).to_pylist(), None, None
+        if field.kind == "categorical":
+            return [value or "" for value in values], None, None
+        if field.kind == "weighted":
+            pairs = [value or [{"id": "", "weight": 1.0}] for value in values]
+            weights = torch.from_numpy(weights_of_pairs([pair["weight"] for each in pairs for pair in each]))
+            return [pair["id"] for each in pairs for pair in each], [len(each) for each in pairs], weights
+        if field.kind == "sequence":
+            main = field.along or field.source
+            others = [columns[each.source] for each in self.sparse if each.along == main]
+            lists = last_values(values, columns[main], others, field.max_length)
+        else:
+            lists = [value or [""] for value in values]
+        return [each or "" for each in chain.from_iterable(lists)], [len(each) for each in lists], None
+
+    def save(self, folder: Path) -> None:
+        """Writes the vocabularies to `folder/vocabulary/`."""
+        (folder / VOCABULARY_FOLDER).mkdir()
+        for name, vocabulary in self.vocabularies.items():
+            vocabulary.save(vocabulary_file(folder, name))
+
+    @staticmethod
+    def load(folder: Path, schema: Schema) -> "Encoder":
+        """Loads the encoder of a data set. Raises ValueError if a vocabulary is missing or unlike the schema."""
+        vocabularies = {}
+        for each in schema.sparse:
+            if each.encoding == "vocabulary" and not each.shares:
+                vocabulary = Vocabulary.load(vocabulary_file(folder, each.name))
+                if len(vocabulary) + RESERVED_ROWS != each.num_embeddings:
+                    raise UserError(
+                        f"{vocabulary_file(folder, each.name)} has {len(vocabulary)} ids, schema.json has "
+                        f"{each.num_embeddings - RESERVED_ROWS}; the files do not match"
+                    )
+                vocabularies[each.name] = vocabulary
+        return Encoder(schema.dense, schema.sparse, vocabularies)
+
+
+def list_offsets(lists: pa.Array) -> pa.Array:
+    """Returns offsets int32 [R + 1] that start at 0, even if the array is a slice of a longer one."""
+    offsets = lists.offsets.to_numpy()
+    return pa.array(offsets - offsets[0])

@@ -1,0 +1,239 @@
+"""Numbers: counts of a column's values, and the transforms that are fitted on them.
+
+R numbers, U distinct ones, S raw fields, N dense fields."""
+
+from bisect import bisect_left as bisect
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+
+import numpy as np
+import pyarrow as pa
+
+from ..dataset.schema import MISSING_SUFFIX, DenseField, DenseTransform
+
+MOST_VALUES = 1 << 15
+_SIGN = np.uint64(1 << 63)
+
+
+class ValueCounts:
+    """Counts distinct finite numbers; merging is exact and does not depend on the order.
+
+    Numbers are counted by their float64 bits. Where more than `most` differ, their lowest bits are ignored, as few as
+    leave at most so many: numbers of nearly the same value are then counted together. Can be pickled.
+
+    Args:
+        most: largest U.
+
+    Attributes:
+        counts: occurrences of each of `values`, int64 [U].
+    """
+
+    def __init__(self, most: int = MOST_VALUES) -> None:
+        self._most, self._shift = most, 0
+        self._keys, self.counts = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+
+    def add(self, values: np.ndarray) -> None:
+        """Counts numbers, float64 [R], all finite."""
+        # Bits in the order of the numbers: those of negative ones are reversed. -0.0 + 0.0 is 0.0.
+        bits = (values.astype(np.float64) + 0.0).view(np.uint64)
+        keys = np.where(bits & _SIGN, ~bits, bits | _SIGN) >> np.uint64(self._shift)
+        self._add(*np.unique(keys, return_counts=True))
+
+    def merge(self, other: "ValueCounts") -> None:
+        """Adds the counts of another part of the column."""
+        shift = max(self._shift, other._shift)
+        self._coarsen(shift)
+        self._add(other._keys >> np.uint64(shift - other._shift), other.counts)
+
+    @property
+    def total(self) -> int:
+        """R."""
+        return int(self.counts.sum())
+
+    @property
+    def values(self) -> np.ndarray:
+        """The distinct numbers in order: float64 [U]; where they are rounded, the least of those counted together."""
+        keys = self._keys << np.uint64(self._shift)
+        return np.where(keys & _SIGN, keys & ~_SIGN, ~keys).view(np.float64)
+
+    def _add(self, keys: np.ndarray, counts: np.ndarray) -> None:
+        self._set(np.r_[self._keys, keys], np.r_[self.counts, counts])
+        if len(self._keys) > self._most:
+            apart = self._keys[1:] ^ self._keys[:-1]  # keys that differ in their upper bits stay apart
+            bits = bisect(range(64), -self._most, key=lambda bits: -1 - int(np.count_nonzero(apart >> np.uint64(bits))))
+            self._coarsen(self._shift + bits)
+
+    def _coarsen(self, shift: int) -> None:
+        if shift > self._shift:
+            keys = self._keys >> np.uint64(shift - self._shift)
+            self._shift = shift
+            self._set(keys, self.counts)
+
+    def _set(self, keys: np.ndarray, counts: np.ndarray) -> None:
+        self._keys, index = np.unique(keys, return_inverse=True)
+        self.counts = np.zeros(len(self._keys), np.int64)
+        np.add.at(self.counts, index, counts)
+
+
+_NORMAL = NormalDist()
+_RANKS = np.unique(np.r_[np.arange(1, 192) / 192, [_NORMAL.cdf(score / 8) for score in range(-36, 37)]])
+"""Ranks of the knots of a column with more distinct numbers: evenly spaced, and for the tails evenly in score."""
+MOST_KNOTS = len(_RANKS) + 2
+
+BOUND = 100.0
+"""Largest magnitude of an encoded number. Numbers fitted on are in [0, 1] under "minmax", and the logarithm of float64
+numbers of up to 1e43 is below 100."""
+LEAST_BOUND_UNSCALED, LARGEST_BOUND_UNSCALED = 1e6, 1e15
+"""Limits of the largest magnitude under "none". The square of the second, a gradient's, is far from float32's end."""
+
+
+@dataclass
+class NumberStatistics:
+    """What the transform of a column is fitted on.
+
+    Attributes:
+        minimum, maximum: range, with missing values taken as 0.
+        counts: of the numbers that are not missing; None where the transform takes the range alone.
+        missing: how many are missing.
+    """
+
+    minimum: float = np.inf
+    maximum: float = -np.inf
+    counts: ValueCounts | None = field(default_factory=ValueCounts)
+    missing: int = 0
+
+    def add(self, values: np.ndarray) -> None:
+        """Adds numbers, float64 [R], NaN where missing."""
+        is_missing = np.isnan(values)
+        self.missing += int(is_missing.sum())
+        if len(values):
+            present = np.nan_to_num(values, nan=0.0)
+            self.minimum = min(self.minimum, float(present.min()))
+            self.maximum = max(self.maximum, float(present.max()))
+            if self.counts is not None:
+                self.counts.add(values[~is_missing])
+
+    def merge(self, other: "NumberStatistics") -> None:
+        """Adds those of another part of the column."""
+        self.missing += other.missing
+        self.minimum = min(self.minimum, other.minimum)
+        self.maximum = max(self.maximum, other.maximum)
+        if self.counts is not None and other.counts is not None:
+            self.counts.merge(other.counts)
+
+
+OFTEN_MISSING = 0.01
+"""Share of missing values from which on "quantile" also tells where they are, which the middle does not."""
+
+
+def fitted(name: str, transform: DenseTransform, statistics: NumberStatistics) -> list[DenseField]:
+    """Returns the field with its transform; "buckets" scales numbers like "minmax" and adds ids in another field.
+
+    Under "quantile", a field of which numbers are often missing has another one that tells where.
+    """
+    knots, levels = normal_scores(statistics.counts) if statistics.counts is not None else ([], [])
+    kept = "minmax" if transform == "buckets" else transform
+    number = DenseField(name, kept, statistics.minimum, statistics.maximum, name, tuple(knots), tuple(levels))
+    present = statistics.counts.total if statistics.counts is not None else 0
+    if not present or statistics.missing / (present + statistics.missing) < OFTEN_MISSING:
+        return [number]
+    return [number, DenseField(name + MISSING_SUFFIX, "missing", source=name)]
+
+
+def normal_scores(counts: ValueCounts) -> tuple[list[float], list[float]]:
+    """Returns up to `MOST_KNOTS` numbers of a column, in order, and the normal quantile of the mid-rank of each.
+
+    The mid-rank of x is the share of numbers below x and half of those equal to it, so the score of every number has
+    the standard normal distribution, up to ties, whatever the distribution of the column (van der Waerden scores).
+    """
+    if not counts.total:
+        return [], []
+    values = counts.values
+    ranks = (np.cumsum(counts.counts) - counts.counts / 2) / counts.total
+    chosen = np.arange(len(values))
+    if len(values) > MOST_KNOTS:
+        last = len(values) - 1
+        chosen = np.unique(np.r_[0, np.searchsorted(ranks, _RANKS).clip(max=last), last])
+    return values[chosen].tolist(), [_NORMAL.inv_cdf(rank) for rank in ranks[chosen].tolist()]
+
+
+class Transforms:
+    """The transforms of all dense fields, applied together: a single sample costs hardly more than a single field.
+
+    Samples that a transform was not fitted on may leave [0, 1] under "minmax"; below the fitted minimum the logarithm
+    is 0, and outside the fitted range the normal score is that of its end. No result is beyond `bound`.
+
+    Attributes:
+        sources: the raw fields, in the order of the rows that `apply` takes.
+    """
+
+    def __init__(self, fields: Sequence[DenseField]) -> None:
+        self._fields = fields
+        self.sources = list(dict.fromkeys(each.source for each in fields))
+        self._source = np.array([self.sources.index(each.source) for each in fields], np.int64)
+        self._low = np.array([[each.minimum] for each in fields]).reshape(-1, 1)
+        self._width = np.array([[each.maximum - each.minimum] for each in fields]).reshape(-1, 1)
+        self._bound = np.array([[bound(each)] for each in fields]).reshape(-1, 1)
+        self._of_kind: dict[str, list[int]] = {}
+        for index, each in enumerate(fields):
+            self._of_kind.setdefault(each.transform, []).append(index)
+
+    def apply(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns float32 [N, R] from raw numbers, float64 [S, R], NaN where missing."""
+        raw = numbers[self._source]
+        result = np.where(np.isnan(raw), 0.0, raw)
+        with np.errstate(over="ignore", invalid="ignore"):  # the range of a column may be wider than float64
+            if chosen := self._of_kind.get("minmax"):
+                width = self._width[chosen]
+                scaled = (result[chosen] - self._low[chosen]) / np.where(width > 0, width, 1.0)
+                result[chosen] = np.where(width > 0, scaled, 0.0)
+            if chosen := self._of_kind.get("log"):
+                result[chosen] = np.log1p(np.maximum(result[chosen] - self._low[chosen], 0.0))
+        for index in self._of_kind.get("quantile", ()):
+            result[index] = _scores(self._fields[index], raw[index])
+        if chosen := self._of_kind.get("missing"):
+            result[chosen] = np.isnan(raw[chosen])
+        limited = np.minimum(np.maximum(result, -self._bound), self._bound)
+        return np.where(np.isnan(limited), 0.0, limited).astype(np.float32)
+
+
+def bound(field: DenseField) -> float:
+    """Returns the largest magnitude of a field's encoded numbers, so that one number cannot end or cripple training.
+
+    Under "none", ten times that of the numbers fitted on, within limits. All are float32 numbers.
+    """
+    if field.transform != "none":
+        return BOUND
+    fitted_on = max(abs(field.minimum), abs(field.maximum))
+    return float(np.float32(min(max(10 * fitted_on, LEAST_BOUND_UNSCALED), LARGEST_BOUND_UNSCALED)))
+
+
+def count_bounded(fields: Iterable[DenseField], encoded: pa.Table) -> Counter[str]:
+    """Returns how many numbers of each field are at its `bound`, without the fields that have none."""
+    columns = ((field, encoded[field.name].to_numpy()) for field in fields)
+    return +Counter({field.name: int((np.abs(values) >= bound(field)).sum()) for field, values in columns})
+
+
+def _scores(field: DenseField, values: np.ndarray) -> np.ndarray:
+    """Interpolates a field's normal scores: float64 [R] from raw numbers, 0 where missing."""
+    if not field.knots:
+        return np.zeros(len(values))
+    return np.where(np.isnan(values), 0.0, np.interp(values, field.knots, field.levels))
+
+
+def bucket_ids(values: np.ndarray) -> pa.Array:
+    """Returns the bucket of each number as a string [R], from float64 [R]; empty where missing.
+
+    The bucket is floor(log(x)^2) above 2, and "=x" (x rounded down) otherwise. The two kinds are different ids, as in
+    the winning solution of Criteo's Kaggle challenge (libffm's "3 idiots": `int(log(x)^2)` and `"SP" + x`).
+    """
+    rounded = np.floor(np.nan_to_num(values, nan=0.0)) + 0.0  # -0.0 is 0
+    large = rounded > 2
+    # One number codes both kinds: 0.5 added to the squares separates them from the values.
+    codes = np.where(large, np.floor(np.log(np.where(large, rounded, 1.0)) ** 2) + 0.5, rounded)
+    distinct, index = np.unique(codes, return_inverse=True)
+    names = [f"={code:.0f}" if code == np.floor(code) else f"{code - 0.5:.0f}" for code in distinct]
+    index = np.where(np.isnan(values), len(names), index)
+    return pa.array([*names, ""]).take(pa.array(index))

@@ -1,0 +1,272 @@
+"""Vocabularies: the ids of a field that have their own embedding row, and compiled tables of strings.
+
+R ids, U distinct ones."""
+
+from pathlib import Path
+
+import numba
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from cowrec.errors import UserError
+
+from ..dataset.schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS
+from ..hashing import bytes_hashes, string_buffers, string_hashes
+
+VALUE, COUNT = "value", "count"
+LONG = pa.large_string()
+
+
+class VocabularyCounter:
+    """Counts strings in chunks; memory is proportional to the number of distinct ones."""
+
+    def __init__(self) -> None:
+        self._table = StringTable()
+        self._counts = np.zeros(0, np.int64)
+
+    def add(self, counted: pa.Table) -> None:
+        """Adds the result of `counted_values` for a chunk."""
+        indices = self._table.insert(one_array(counted[VALUE]))
+        if len(self._table) > len(self._counts):
+            self._counts = np.r_[self._counts, np.zeros(len(self._table), np.int64)]
+        self._counts[indices] += counted[COUNT].to_numpy()
+
+    def finish(self, min_count: int, max_ids: int = 0) -> "Vocabulary":
+        """Builds the vocabulary of ids seen at least `min_count` times, by decreasing count, then by their bytes.
+
+        Keeps the first `max_ids` of them if that is above 0. Releases the counts: other fields need the memory.
+        """
+        values, counts = self._table.strings(), self._counts[: len(self._table)]
+        self._table, self._counts = StringTable(), np.zeros(0, np.int64)
+        kept = np.flatnonzero(counts >= min_count)
+        if len(kept) < len(counts):
+            values, counts = values.take(pa.array(kept)), counts[kept]
+        order = string_order(values, -counts)[: max_ids or None]
+        return Vocabulary(values.take(pa.array(order)), counts[order])
+
+
+def counted_values(text: pa.Array | pa.ChunkedArray) -> pa.Table:
+    """Counts the distinct non-empty strings of a chunk: a table with the columns value and count."""
+    counted = pc.value_counts(text)
+    table = pa.table({VALUE: counted.field(0).cast(LONG), COUNT: counted.field(1)})
+    return table.filter(pc.not_equal(table[VALUE], ""))
+
+
+class Vocabulary:
+    """The ids of a field that have their own embedding row: the id at index i has row 2 + i.
+
+    Args:
+        values: distinct strings without nulls, [U].
+        counts: occurrences of each, int64 [U].
+    """
+
+    def __init__(self, values: pa.Array, counts: np.ndarray) -> None:
+        self._table = StringTable()
+        self._table.insert(values)
+        self.counts = counts
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def rows(self, text: pa.Array) -> np.ndarray:
+        """Looks up embedding rows of strings, int32 [R]; empty strings are missing, unknown ones out of vocabulary."""
+        return self.rows_of_hashed(string_hashes(text), *string_buffers(text))
+
+    def rows_of_hashed(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
+        """Does the same as `rows`, for strings as `string_buffers` gives them, with known hashes [R]."""
+        indices = self._table.find(hashes, offsets, data)
+        rows = np.where(indices < 0, OUT_OF_VOCABULARY, indices + RESERVED_ROWS).astype(np.int32)
+        return with_missing(rows, offsets)
+
+    def save(self, path: Path) -> None:
+        """Writes a Parquet file with the columns value and count."""
+        table = pa.table({VALUE: self._table.strings(), COUNT: pa.array(self.counts)})
+        pq.write_table(table, path, compression="zstd", use_dictionary=False)
+
+    @staticmethod
+    def load(path: Path) -> "Vocabulary":
+        """Reads a file written by `save`. Raises ValueError if it is missing or damaged."""
+        try:
+            table = pq.read_table(path, columns=[VALUE, COUNT])
+            return Vocabulary(one_array(table[VALUE]), table[COUNT].to_numpy())
+        except (OSError, KeyError, pa.ArrowException) as error:
+            raise UserError(f"vocabulary file {path} is missing or damaged ({error}); prepare again") from error
+
+
+def raw_ids(text: pa.Array) -> np.ndarray:
+    """Returns raw ids, the bits of `string_hashes` as int64 [R]: `MISSING` for empty strings.
+
+    0 and 1 are reserved rows, never ids, so a hash of 0 or 1 becomes 2 or 3.
+    """
+    return raw_ids_of_hashed(string_hashes(text), string_buffers(text)[0])
+
+
+def raw_ids_of_hashed(hashes: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    ids = hashes.view(np.int64)
+    ids[(ids == OUT_OF_VOCABULARY) | (ids == MISSING)] += RESERVED_ROWS
+    return with_missing(ids, offsets)
+
+
+def with_missing(rows: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    rows[offsets[1:] == offsets[:-1]] = MISSING
+    return rows
+
+
+def one_array(column: pa.ChunkedArray) -> pa.Array:
+    """Combines a column of strings to one array: large_string, since the strings of a field may exceed 2 GB."""
+    combined = column.cast(LONG).combine_chunks()
+    return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
+
+
+MIN_SLOTS = 8
+WORD_BYTES = 8
+
+
+class StringTable:
+    """Numbers distinct strings in the order of their insertion.
+
+    Lookup takes constant time; memory is about 40 bytes plus its length for each string. Can be pickled.
+    """
+
+    def __init__(self) -> None:
+        self._size = 0
+        # Bytes of string i: _data[_starts[i] : _starts[i + 1]].
+        self._starts = np.zeros(1, np.int64)
+        self._data = np.zeros(0, np.uint8)
+        # Open addressing: the upper half of the hash, and the string's index + 1; 0 is an empty slot.
+        self._slots = np.zeros(MIN_SLOTS, np.uint64)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def insert(self, text: pa.Array) -> np.ndarray:
+        """Adds the strings that are absent. Returns the indices of all strings, int64 [R]."""
+        offsets, data = string_buffers(text)
+        hashes = string_hashes(text)
+        self._reserve(len(text), int(offsets[-1] - offsets[0]))
+        indices, self._size = _find(hashes, offsets, data, self._slots, self._starts, self._data, self._size, True)
+        return indices
+
+    def find(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
+        """Looks up the indices of strings, as `string_buffers` gives them with their hashes, uint64 [R].
+
+        Returns int64 [R], -1 where a string is absent.
+        """
+        return _find(hashes, offsets, data, self._slots, self._starts, self._data, self._size, False)[0]
+
+    def strings(self) -> pa.Array:
+        """Returns all strings in order, large_string [U], without a copy: valid until the next `insert`."""
+        buffers = [None, pa.py_buffer(self._starts[: self._size + 1]), pa.py_buffer(self._data)]
+        return pa.Array.from_buffers(pa.large_string(), self._size, buffers)
+
+    def _reserve(self, strings: int, size: int) -> None:
+        """Makes room for `strings` more strings of `size` bytes in total, with at least two slots per string."""
+        most, used = self._size + strings, int(self._starts[self._size])
+        self._starts = _grown(self._starts, self._size + 1, most + 1)
+        self._data = _grown(self._data, used, used + size)
+        if 2 * most > len(self._slots):
+            self._slots = np.zeros(1 << (2 * most - 1).bit_length(), np.uint64)
+            _fill(bytes_hashes(self._starts[: self._size + 1], self._data), self._slots)
+
+
+def string_order(text: pa.Array, keys: np.ndarray) -> np.ndarray:
+    """Sorts strings by the integers `keys` [U], then by their bytes, eight bytes at a time.
+
+    Much faster than string comparisons where most strings are short.
+
+    Returns:
+        Indices of the strings in sorted order, int64 [U].
+    """
+    offsets, data = string_buffers(text)
+    lengths = np.diff(offsets)
+    order = np.arange(len(text))
+    # Positions in `order` that are not final yet, and the rank of each among the words compared so far.
+    unsorted, group = order.copy(), keys
+    end = WORD_BYTES
+    while len(unsorted):
+        index = order[unsorted]
+        words, ends = _words(offsets, data, index, end - WORD_BYTES), np.minimum(lengths[index], end)
+        inner = np.lexsort((ends, words, group))
+        order[unsorted] = index[inner]
+        group, words, ends = group[inner], words[inner], ends[inner]
+        same = (group[1:] == group[:-1]) & (words[1:] == words[:-1]) & (ends[1:] == ends[:-1]) & (ends[1:] == end)
+        tied = np.r_[same, False] | np.r_[False, same]
+        group = np.cumsum(np.r_[True, ~same])[tied]
+        unsorted = unsorted[tied]
+        end += WORD_BYTES
+    return order
+
+
+def _grown(array: np.ndarray, used: int, needed: int) -> np.ndarray:
+    """Copies the first `used` elements to an array of at least `needed`; the remaining ones take no memory yet."""
+    if needed <= len(array):
+        return array
+    larger = np.empty(max(needed, 2 * len(array)), array.dtype)
+    larger[:used] = array[:used]
+    return larger
+
+
+@numba.njit(nogil=True, cache=True)
+def _fill(hashes: np.ndarray, slots: np.ndarray) -> None:
+    """Enters the strings 0, 1, ... with these hashes, each into the first free slot from its hash's lower bits on."""
+    mask = np.uint64(len(slots) - 1)
+    for index in range(len(hashes)):
+        slot = hashes[index] & mask
+        while slots[slot] != 0:
+            slot = (slot + np.uint64(1)) & mask
+        slots[slot] = _entry(hashes[index], index)
+
+
+@numba.njit(nogil=True, cache=True)
+def _find(
+    hashes: np.ndarray,
+    offsets: np.ndarray,
+    data: np.ndarray,
+    slots: np.ndarray,
+    starts: np.ndarray,
+    known: np.ndarray,
+    size: int,
+    insert: bool,
+) -> tuple[np.ndarray, int]:
+    """Finds, and with `insert` adds, strings; compares their bytes, so equal hashes never merge two strings."""
+    mask = np.uint64(len(slots) - 1)
+    indices = np.full(len(hashes), -1, np.int64)
+    for i in range(len(hashes)):
+        length = offsets[i + 1] - offsets[i]
+        slot = hashes[i] & mask
+        while slots[slot] != 0:
+            index = np.int64(slots[slot] & np.uint64(0xFFFFFFFF)) - 1
+            if slots[slot] == _entry(hashes[i], index) and starts[index + 1] - starts[index] == length:
+                k = 0
+                while k < length and data[offsets[i] + k] == known[starts[index] + k]:
+                    k += 1
+                if k == length:
+                    indices[i] = index
+                    break
+            slot = (slot + np.uint64(1)) & mask
+        if insert and indices[i] < 0:
+            slots[slot] = _entry(hashes[i], size)
+            for k in range(length):
+                known[starts[size] + k] = data[offsets[i] + k]
+            starts[size + 1] = starts[size] + length
+            indices[i] = size
+            size += 1
+    return indices, size
+
+
+@numba.njit(inline="always")
+def _entry(string_hash: np.uint64, index: int | np.int64) -> np.uint64:
+    return (string_hash & np.uint64(0xFFFFFFFF00000000)) | np.uint64(index + 1)
+
+
+@numba.njit(nogil=True, cache=True)
+def _words(offsets: np.ndarray, data: np.ndarray, index: np.ndarray, skip: int) -> np.ndarray:
+    """Packs bytes skip to skip + 8 of the strings `index` into uint64 of the same order, zero-padded."""
+    words = np.zeros(len(index), np.uint64)
+    for i in range(len(index)):
+        start = offsets[index[i]] + skip
+        for k in range(min(WORD_BYTES, offsets[index[i] + 1] - start)):
+            words[i] |= np.uint64(data[start + k]) << np.uint64(56 - 8 * k)
+    return words

@@ -1,0 +1,171 @@
+"""The kinds of raw values: the canonical type of each, what its values must be, and how they become canonical.
+
+Values become canonical in one of two ways, by the same rules: `read_fields` takes whole columns of any Arrow type that
+can hold them; `RawType.canonical_value` takes single values, of which one column may have several types in JSON, and a
+wrong one must leave other samples whole. A further kind of column is an entry in `KINDS` and a branch in `read_fields`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from ..dataset.schema import MISSING
+from .columns import UNMARKED, SampleColumns, ValueType, id_value, label_value, number_value, time_value
+from .layouts import RawField
+from .lists import MARKER, PAIR, ListColumns, ids_value, pairs_value
+
+ValueKind = Literal["number", "time", "label", "id", "ids", "weighted"]
+
+
+class Kind(NamedTuple):
+    """One kind of values.
+
+    Attributes:
+        canonical: Arrow type of canonical values.
+        rule: what a value must be; {0} is the separator, {1} that of weights.
+        value: converts a single value that is not None. Raises WrongValue.
+    """
+
+    canonical: pa.DataType
+    rule: str
+    value: Callable[[Any, ValueType], Any]
+
+
+KINDS: Mapping[ValueKind, Kind] = {
+    "number": Kind(pa.float64(), "must be a number or null", number_value),
+    "time": Kind(pa.float64(), "must be Unix seconds or ISO 8601 text", time_value),
+    "label": Kind(pa.string(), "must be true, false, a number or a string", label_value),
+    "id": Kind(pa.string(), "must be a string, a number, true, false or null", id_value),
+    "ids": Kind(
+        pa.list_(pa.string()),
+        "must be a list of strings, numbers or nulls, its text joined by {0!r}, or null",
+        ids_value,
+    ),
+    "weighted": Kind(
+        pa.list_(PAIR),
+        'must be a list of {{"id": string or number, "weight": number}}, an object of weights by id, text'
+        " (id{1}weight, by {0!r}) or null",
+        pairs_value,
+    ),
+}
+OF_FIELDS: Mapping[str, ValueKind] = {
+    "numeric": "number",
+    "categorical": "id",
+    "multi": "ids",
+    "sequence": "ids",
+    "weighted": "weighted",
+}
+"""Kind of the values of a field's column, by kind of the field."""
+_NUMBERS, _TEXTS = {int, float, type(None)}, {str, type(None)}
+
+
+@dataclass(frozen=True)
+class RawType:
+    """Type of a raw column: the kind of its values, and what single ones are read by."""
+
+    kind: ValueKind
+    values: ValueType = UNMARKED
+
+    @staticmethod
+    def of(field: RawField) -> "RawType":
+        """Returns the type of a raw field's column."""
+        return RawType(OF_FIELDS[field.kind], ValueType(field.separator, field.weight_separator, field.null))
+
+    @staticmethod
+    def of_all(types: Sequence["RawType"]) -> "RawType":
+        """Returns the type of a column of several fields: its values are any of theirs; `read_fields` tells which."""
+        first = types[0]
+        null = tuple(text for text in first.values.null if all(text in each.values.null for each in types))
+        if len({(each.kind, replace(each.values, null=())) for each in types}) > 1:
+            return RawType("id", ValueType(null=null))
+        return replace(first, values=replace(first.values, null=null))
+
+    @property
+    def arrow(self) -> pa.DataType:
+        """Arrow type of canonical values."""
+        return KINDS[self.kind].canonical
+
+    def arrow_of(self, value: Any) -> pa.DataType | None:
+        """Returns the Arrow type that a value of JSON is read as, of a wrong value too; None of one that tells none."""
+        kind = self.kind
+        if value is None or value == []:
+            return None
+        if isinstance(value, str):
+            return self.arrow if kind in ("ids", "weighted") and not self.values.separator else pa.string()
+        if kind == "label":
+            return pa.bool_() if isinstance(value, bool) else pa.int64() if isinstance(value, int) else pa.float64()
+        if kind == "id" and isinstance(value, int):
+            return pa.int64()
+        if kind not in ("ids", "weighted") or not isinstance(value, list):
+            return self.arrow
+        first = value[0].get("id") if isinstance(value[0], dict) else value[0]
+        item = pa.int64() if isinstance(first, int) else pa.string()
+        return pa.list_(item if kind == "ids" else pa.struct([("id", item), ("weight", pa.float64())]))
+
+    @property
+    def rule(self) -> str:
+        """What a value must be."""
+        return KINDS[self.kind].rule.format(self.values.separator, self.values.weight_separator)
+
+    def canonical_value(self, value: Any) -> Any:
+        """Converts a value to a float (or the text of a time), a string, a list of strings or of {id, weight}, or None.
+
+        Raises:
+            WrongValue: the value is of another kind.
+        """
+        return None if value is None else KINDS[self.kind].value(value, self.values)
+
+    def canonical(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Converts values of a field to what `Encoder.encode_few` takes; fast where they need no conversion.
+
+        Unlike in `canonical_value`, texts may have surrogates, which Arrow refuses.
+
+        Raises:
+            ValueError: a value is of another kind.
+        """
+        types, null = {*map(type, values)}, self.values.null
+        if types <= _NUMBERS and self.kind == "number":
+            nulls = self.values.null_numbers
+            return [None if each is not None and float(each) in nulls else each for each in values] if nulls else values
+        if types <= _TEXTS and self.kind == "id":
+            return ["" if each in null else each for each in values] if null else values
+        found = [self.canonical_value(each) for each in values]
+        if self.kind == "ids" and null:
+            found = [each and [MARKER if item in null else item for item in each] for each in found]
+        return found
+
+
+def read_fields(
+    columns: SampleColumns,
+    fields: Iterable[RawField],
+    tables: Mapping[str, int] | None = None,
+    time: np.ndarray | None = None,
+) -> tuple[dict[str, np.ndarray], dict[str, pa.Array], dict[str, np.ndarray]]:
+    """Returns the numbers, ids and weights of fields, by name, as `Parsed` has them.
+
+    Args:
+        columns: the table's columns, where problems are recorded.
+        fields: all fields, those of sequences that go along with each other among them.
+        tables: embedding rows of fields whose ids are row numbers already; of them the ids are int32.
+        time: times of the samples [R], which ages need; NaN where unknown.
+    """
+    numbers: dict[str, np.ndarray] = {}
+    ids: dict[str, pa.Array] = {}
+    weights: dict[str, np.ndarray] = {}
+    ordered, lists = sorted(fields, key=lambda each: bool(each.along)), ListColumns(columns, time)
+    for field in ordered:
+        if field.kind == "numeric":
+            numbers[field.name] = columns.numbers(field.column, field.null)
+        elif tables and field.name in tables:
+            ids[field.name] = pa.array(columns.row_numbers(field.column, MISSING, tables[field.name]))
+        elif field.kind == "categorical":
+            ids[field.name] = columns.texts(field.column, field.null)
+        else:
+            along = [each for each in ordered if each.along == field.name]
+            ids[field.name], of_pairs = lists.read(field, along)
+            if of_pairs is not None:
+                weights[field.name] = of_pairs
+    return numbers, ids, weights
