@@ -75,7 +75,7 @@ def combinations(
     """Yields what identifies each combination, and its figures as they become known."""
     if arguments.mlperf:
         # Its network, TorchRec's own class, imports packages that the other parts do without.
-        from cowrec.trainer.bench.presets import BATCH_SIZE_OF_GPU, TABLE_ROWS, measure_mlperf, mlperf_config
+        from cowrec.trainer.bench.mlperf import BATCH_SIZE_OF_GPU, TABLE_ROWS, measure_mlperf, mlperf_config
 
         rows = [min(each, 10 if device == "cpu" else 1_000_000) for each in TABLE_ROWS]
         size = 8 if device == "cpu" else BATCH_SIZE_OF_GPU

@@ -28,7 +28,8 @@ from ..runtime.environment import launched_rank, launched_world_size
 from ..runtime.errors import Interrupted, ProcessFailed
 from ..runtime.subprocess_call import Subprocess
 from .measurement import cases, measure, run_ids
-from .settings import Bench, Preset
+from .mlperf import NAME, ROW_BYTES, TABLE_ROWS, measure_mlperf, mlperf_config
+from .settings import Bench
 from .table import short
 
 _INTERRUPTED = "interrupted"
@@ -52,11 +53,11 @@ class Combination(NamedTuple):
     table_bytes: int
 
 
-def bench(settings: Bench, output: Path, preset: Preset | None = None) -> list[dict[str, Any]]:
+def bench(settings: Bench, output: Path, *, mlperf: bool = False) -> list[dict[str, Any]]:
     """Measures every combination; writes a JSON object per line as soon as it is measured.
 
-    Of a preset, which is another shape, these are the batch sizes, precisions and clips of the settings. Its batch
-    sizes are those of all processes together; under torchrun all measure together, and the first has the lines.
+    Of MLPerf's shape, these are the batch sizes, precisions and clips of the settings. Its batch sizes are those of all
+    processes together; under torchrun all measure together, and the first has the lines.
 
     Returns:
         The lines. Each combination has
@@ -74,17 +75,17 @@ def bench(settings: Bench, output: Path, preset: Preset | None = None) -> list[d
           step in ms. Each kernel counts once a sample, which is too little for xdeepfm (an eighth of the flops) and
           autoint (a fiftieth), whose kernels serve columns or fields;
         * peak_memory_bytes of the process (on CUDA: what torch allocated on the device), and rss_before_tables_bytes;
-        * without a preset minutes_of_10_epochs of Criteo at this speed, and steps_before: steps before the measurement;
+        * of Criteo's shape minutes_of_10_epochs at this speed, and steps_before: steps before the measurement;
         * of MLPerf's shape world_size and samples_per_second_of_gpu (of a process).
 
         All have config, versions, device, threads, git_commit.
 
     Raises:
-        ValueError: a preset's batch size is not a multiple of the number of processes.
+        ValueError: a batch size of MLPerf's shape is not a multiple of the number of processes.
         Interrupted: by Ctrl-C; the file has the combinations measured before.
     """
     with tempfile.TemporaryDirectory() as folder:
-        found = _of_preset(preset, settings) if preset else _of_criteo(settings, Path(folder) / "last_samples.npy")
+        found = _of_mlperf(settings) if mlperf else _of_criteo(settings, Path(folder) / "last_samples.npy")
         return _written(measured_lines(found, keeps_process=settings.device == "cuda"), output)
 
 
@@ -97,15 +98,15 @@ def _of_criteo(settings: Bench, last_samples: Path) -> Iterator[Combination]:
         yield Combination(about, case.config, measure, (case,), 144 * int(ids.table_rows.sum()))
 
 
-def _of_preset(preset: Preset, settings: Bench) -> list[Combination]:
-    rows, found = [min(each, settings.max_rows or each) for each in preset.table_rows], []
+def _of_mlperf(settings: Bench) -> list[Combination]:
+    rows, found = [min(each, settings.max_rows or each) for each in TABLE_ROWS], []
     for size, precision, clip in product(settings.batch_sizes, settings.precisions, settings.clips):
         if size % launched_world_size():
             raise UserError(f"--batch-sizes {size} is not a multiple of the {launched_world_size()} processes")
-        config = preset.config(size, precision, clip, settings.device)
-        about = {"mode": config.optimizer.embedding, "model": preset.name, "max_rows": settings.max_rows}
+        config = mlperf_config(size, precision, clip, settings.device)
+        about = {"mode": config.optimizer.embedding, "model": NAME, "max_rows": settings.max_rows}
         arguments = (config, rows, settings.seconds)
-        found.append(Combination(about, config, preset.measure, arguments, sum(rows) * preset.row_bytes))
+        found.append(Combination(about, config, measure_mlperf, arguments, sum(rows) * ROW_BYTES))
     return found
 
 

@@ -1,10 +1,10 @@
 """Settings of a benchmark."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import torch
 
@@ -13,7 +13,7 @@ from cowrec.models import ModelConfig, require_model
 from cowrec.sparse_opt import AdamConfig
 
 from ..config.checks import require, require_choices
-from ..config.run import RunConfig, config_from, load_config, with_values
+from ..config.run import RunConfig, load_config, with_values
 from ..config.sections import TrainConfig
 
 EPOCH_SAMPLES = 41_256_555
@@ -66,26 +66,6 @@ class Bench:
         return max(round(self.epoch_share * EPOCH_SAMPLES / largest), 1) * largest
 
 
-class Preset(NamedTuple):
-    """A shape to measure other than Criteo's.
-
-    Attributes:
-        row_bytes: bytes of a row with its moments.
-        batch_size: samples of a step of each process.
-        config: makes the configuration of a batch size, precision, clip and device.
-        measure: yields the values of the line of a configuration, tables' rows and seconds.
-        takes_processes: whether several processes may measure together.
-    """
-
-    name: str
-    table_rows: Sequence[int]
-    row_bytes: int
-    batch_size: int
-    config: Callable[[int, str, str, str], RunConfig]
-    measure: Callable[[RunConfig, Sequence[int], float], Iterator[dict[str, Any]]]
-    takes_processes: bool = False
-
-
 def criteo_config(
     model: str, batch_size: int, mode: str, clip: str = "on", precision: str = "float32", device: str = "cpu"
 ) -> RunConfig:
@@ -94,15 +74,3 @@ def criteo_config(
     published = load_config(_CRITEO)
     rule = {"rule": published.clip.rule if clip == "on" else "none"}
     return with_values(published, model={"name": model}, train=train, optimizer={"absent_rows": mode}, clip=rule)
-
-
-def preset_config(batch_size: int, precision: str, clip: str, device: str, **optimizer: Any) -> RunConfig:
-    """The settings of a preset for a batch over all processes, with values of `[optimizer]` that nothing scales."""
-    unscaled = {"scaling": "none", "base_batch_size": batch_size, "l2": 0.0, "warmup_epochs": 0.0}
-    return config_from(
-        {
-            "train": {"batch_size": batch_size, "device": device, "precision": precision},
-            "optimizer": unscaled | optimizer,
-            "clip": {"rule": "cowclip" if clip == "on" else "none"},
-        }
-    )

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..reports.plotting import size_name
 from ..reports.text_table import aligned
-from .presets import ADAM_PUBLISHED, BATCH_SIZE_OF_GPU, MLPERF, PUBLISHED, TABLES_ALONE
+from .mlperf import BATCH_SIZE_OF_GPU, NAME, PUBLISHED
 
 Lines = Sequence[dict[str, Any]]
 
@@ -16,7 +16,7 @@ PAPER_MINUTES = {1024: 768, 8192: 102, 131072: 9}
 def table(lines: Lines) -> str:
     """Three tables of combinations that did not fail: speed and memory, time of a step's parts, time of 10 epochs.
 
-    Memory is in GB: peak, and the size of tables and moments. Lines of another shape have what was published for it
+    Memory is in GB: peak, and the size of tables and moments. Lines of MLPerf's shape have what was published for it
     instead of the time of 10 epochs.
     """
     head = ["mode", "batch", "samples/s", "quartiles", "step ms", "peak GB", "tables GB"]
@@ -27,8 +27,8 @@ def table(lines: Lines) -> str:
         of_parts.append(
             [_name(line), size_name(line["batch_size"]), *("-" if each is None else f"{each:.2f}" for each in times)]
         )
-    last = {MLPERF: _published, TABLES_ALONE: _published_updates}.get(lines[0]["model"], _minutes_table)(lines)
-    return "\n\n".join([aligned([head, *map(_cells, lines)]), aligned(of_parts), last])
+    last = _published if lines[0]["model"] == NAME else _minutes_table
+    return "\n\n".join([aligned([head, *map(_cells, lines)]), aligned(of_parts), last(lines)])
 
 
 def short(line: dict[str, Any]) -> str:
@@ -60,11 +60,6 @@ def _published(lines: Lines) -> str:
     speeds = ", ".join(f"{line['samples_per_second_of_gpu']:,.0f}" for line in lines)
     own = f"samples/s of each of {lines[0]['world_size']} processes: {speeds}"
     return f"{own}\nMLPerf, 8 x H200, batch {8 * BATCH_SIZE_OF_GPU:,}: {PUBLISHED / 8:,.0f} samples/s each"
-
-
-def _published_updates(_: Lines) -> str:
-    others = ", ".join(f"{name} {ms} ms" for name, ms in ADAM_PUBLISHED.items())
-    return f"published lookup and update of 1.05 million ids on one H100: {others}"
 
 
 def _cells(line: dict[str, Any]) -> list[str]:

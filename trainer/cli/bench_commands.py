@@ -12,7 +12,7 @@ from .flags import output_flag, parse_counts, parse_list, parse_table_rows
 
 app = typer.Typer()
 
-_PRESETS = ("criteo", "mlperf-dcnv2", "embedding-adam")
+_PRESETS = ("criteo", "mlperf-dcnv2")
 _OF_CRITEO_ALONE = ("absent_rows", "model", "epoch_share")
 
 
@@ -22,17 +22,12 @@ def bench(
     output: Annotated[Path, output_flag("JSON lines file to write; it must not exist.")] = Path("bench.jsonl"),
     preset: Annotated[
         str,
-        typer.Option(
-            help="criteo: the CowClip paper's settings. mlperf-dcnv2: DLRM-DCNv2 of MLPerf Training v6.0. "
-            "embedding-adam: lookup and update of tables alone."
-        ),
+        typer.Option(help="criteo: the CowClip paper's settings. mlperf-dcnv2: DLRM-DCNv2 of MLPerf Training v6.0."),
     ] = "criteo",
     absent_rows: Annotated[str, typer.Option(help="Values of optimizer.absent_rows to compare.")] = "replay,lazy,dense",
     batch_sizes: Annotated[
         str | None,
-        typer.Option(
-            help="Batch sizes. Default: 1K,8K,64K; of mlperf-dcnv2: 6912 for each process; of embedding-adam: 104858."
-        ),
+        typer.Option(help="Batch sizes. Default: 1K,8K,64K; of mlperf-dcnv2: 6912 for each process."),
     ] = None,
     model: Annotated[str, typer.Option(help="Network, as model.name: deepfm, dcnv2 and others.")] = "deepfm",
     rows: Annotated[str, typer.Option(help="Most rows of a table, such as 100K. full: the published ones.")] = "full",
@@ -45,28 +40,27 @@ def bench(
     """Measures training speed and memory in the steady state, on generated ids.
 
     By default with Criteo's frequencies and the settings published for Criteo; with --preset mlperf-dcnv2 the network,
-    tables and numbers of ids of MLPerf Training's DLRM-DCNv2, on one GPU or, under torchrun, on several; with --preset
-    embedding-adam ten tables of 128 columns and 1.05 million ids, without a network. Each line of the output is one
-    combination: speed, memory, time of the parts of a step, configuration, versions and hardware. Prints tables at the
-    end. After a combination that fails the others are measured, and the exit code is 2.
+    tables and numbers of ids of MLPerf Training's DLRM-DCNv2, on one GPU or, under torchrun, on several. Each line
+    of the output is one combination: speed, memory, time of the parts of a step, configuration, versions and hardware.
+    Prints tables at the end. After a combination that fails the others are measured, and the exit code is 2.
 
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
     from cowrec.files import require_target
 
     from ..bench.bench import bench as run
-    from ..bench.presets import PRESETS
+    from ..bench.mlperf import BATCH_SIZE_OF_GPU
     from ..bench.settings import Bench
     from ..bench.table import table
     from ..config.checks import require_choices
     from ..runtime.errors import ProcessFailed
 
     require_choices("--preset", [preset], _PRESETS)
-    shape = PRESETS.get(preset)
+    mlperf = preset == "mlperf-dcnv2"
     _refuse_flags_of_criteo(context, preset)
-    if launched_world_size() > 1 and not (shape and shape.takes_processes):
+    if launched_world_size() > 1 and not mlperf:
         raise UserError("bench starts its own processes; start it without torchrun")
-    sizes = batch_sizes or (str(shape.batch_size * launched_world_size()) if shape else "1K,8K,64K")
+    sizes = batch_sizes or (str(BATCH_SIZE_OF_GPU * launched_world_size()) if mlperf else "1K,8K,64K")
     settings = Bench(
         parse_list(absent_rows),
         parse_counts(sizes, "--batch-sizes"),
@@ -82,7 +76,7 @@ def bench(
         require_target(output)
         if output.is_file() and output.stat().st_size:
             raise UserError(f"{output} exists, with earlier measurements; choose another --output, or remove it")
-    lines = run(settings, output, shape)
+    lines = run(settings, output, mlperf=mlperf)
     if measured := [line for line in lines if "error" not in line]:
         print(f"{table(measured)}\n\n{output}")
     if failed := len(lines) - len(measured):

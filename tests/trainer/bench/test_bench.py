@@ -19,7 +19,7 @@ from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_SIZES
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.bench import bench as benches
-from cowrec.trainer.bench import parts, presets
+from cowrec.trainer.bench import mlperf, parts
 from cowrec.trainer.bench.bench import Combination, bench, measured_lines
 from cowrec.trainer.bench.measurement import (
     Case,
@@ -30,17 +30,15 @@ from cowrec.trainer.bench.measurement import (
     measure,
     run_ids,
 )
-from cowrec.trainer.bench.parts import PARTS, bytes_per_sample, flops_per_sample
-from cowrec.trainer.bench.presets import (
+from cowrec.trainer.bench.mlperf import (
     IDS_PER_SAMPLE,
-    PRESETS,
     TABLE_ROWS,
     build_mlperf,
     make_batch,
-    make_ids,
     mlperf_bytes_per_sample,
     mlperf_config,
 )
+from cowrec.trainer.bench.parts import PARTS, bytes_per_sample, flops_per_sample
 from cowrec.trainer.bench.settings import Bench, criteo_config
 from cowrec.trainer.bench.table import table
 from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
@@ -288,28 +286,6 @@ def test_a_small_bench_of_mlperf(cowrec: Cowrec, tmp_path: Path) -> None:
     assert "MLPerf, 8 x H200, batch 55,296: 1,880,000 samples/s each" in printed
 
 
-def test_a_small_bench_of_tables_alone(cowrec: Cowrec, tmp_path: Path) -> None:
-    output = tmp_path / "bench.jsonl"
-    flags = ["--preset", "embedding-adam", "--rows", "100", "--batch-sizes", "32", "--seconds", "0"]
-    _, printed, _ = cowrec("bench", *flags, "--clip", "on,off", "--output", output)
-    lines = lines_of(output)
-    found = [(line["clip"], line["table_bytes"], line["moments_bytes"]) for line in lines]
-    assert found == [(clip, 1000 * 512, 1000 * 1024) for clip in ("on", "off")]
-    assert sum(lines[0]["step_parts_ms"].values()) == pytest.approx(lines[0]["step_ms"])
-    assert min(lines[0]["step_parts_ms"].values()) >= 0
-    assert "one H100: FBGEMM's Adam 1.35 ms, NVIDIA's dynamicemb 2.19 ms" in printed
-
-
-def test_ids_of_tables_alone_follow_their_power_law() -> None:
-    """Rank 1 has the share of the density on [1, 2); the published shape has 1.05 million ids."""
-    ids = make_ids((1000,), 100_000, 0).values()
-    assert 0 <= int(ids.min()) <= int(ids.max()) < 1000
-    share = (1 - 2**-0.05) / (1 - 1001**-0.05)
-    assert (ids == 0).float().mean().item() == pytest.approx(share, rel=0.05)
-    preset = PRESETS["embedding-adam"]
-    assert preset.batch_size * len(preset.table_rows) == 1_048_580
-
-
 def bench_in_process(rank: int, folder: Path, port: int) -> None:
     """Runs the command as a process under torchrun, for ten steps instead of 100; it prints to ``stdout.rankN``."""
     launched_as(rank, 2, port)
@@ -318,7 +294,7 @@ def bench_in_process(rank: int, folder: Path, port: int) -> None:
         (folder / f"stdout.rank{rank}").open("w") as printed,
         contextlib.redirect_stdout(printed),
     ):
-        monkeypatch.setattr(presets, "_MOST_STEPS", 10)
+        monkeypatch.setattr(mlperf, "_MOST_STEPS", 10)
         exit_code(monkeypatch, "bench", *SMALL, "--output", folder / "bench.jsonl")
 
 

@@ -229,7 +229,7 @@ MISTAKES = {
     "bench -o {toml}": "run.toml exists, with earlier measurements; choose another --output, or remove it",
     "bench -o out --rows many": "--rows, if not full, must be a whole number such as 512, 64K or 1M",
     "bench -o out --model deepfn": 'did you mean "deepfm"?',
-    "bench -o out --preset mlperf": "--preset 'mlperf' is not known; known: criteo, mlperf-dcnv2, embedding-adam",
+    "bench -o out --preset mlperf": "--preset 'mlperf' is not known; known: criteo, mlperf-dcnv2",
     "bench -o out --preset mlperf-dcnv2 --model dcn": "--model has no meaning for --preset mlperf-dcnv2",
 }
 
