@@ -160,12 +160,13 @@ def serve(
 def versions(
     target: Annotated[str, typer.Argument(help="Publication: folder, s3://BUCKET/FOLDER or redis://HOST:PORT.")],
     republish: Annotated[
-        int | None, typer.Option(help="Version to publish again as the newest, while no trainer publishes there.")
+        int | None, typer.Option(help="Full version to publish again as the newest, while no trainer publishes there.")
     ] = None,
 ) -> None:
     """Lists what a trainer has published. --republish N makes all servers that follow it go back to version N.
 
-    Version N becomes the newest one under a new number. A trainer that is started again later publishes after it.
+    N is the number of a full version. Version N becomes the newest one under a new number. A trainer that is started
+    again later publishes after it.
 
     Example: `cowrec versions published --republish 1042`
     """
@@ -178,10 +179,9 @@ def versions(
     from ..reports.text_table import aligned
 
     listed = published.list_versions(target)
-    reachable = published.reachable(listed)
     rows = [["version", "kind", "step", "newest sample", "published", "bytes", "lineage", "state"]]
     for each in listed:
-        state = "cannot be read" if each.problem else "" if each.version in reachable else "not reachable"
+        state = "cannot be read" if each.problem else ""
         about, lineage = ["", "", ""], ""
         if each.blob:
             change, lineage = each.blob.change, each.blob.lineage

@@ -1,47 +1,30 @@
 """Binary format of published versions: changes of a model in one blob of bytes, protected by a checksum.
 
-A blob is MAGIC, the SHA-256 of its content, and the content: a safetensors file with the header in its metadata and the
-tensors `TABLE.ids`, `TABLE.rows`, `TABLE.deleted`, for a table that fields share `TABLE.feature` and
-`TABLE.deleted_feature`, and `dense/NAME`. Sizes: n rows, m deleted ids, P stored width of a table.
+A blob is MAGIC, the SHA-256 of its content, and the content: an Arrow stream of one record batch with one row. Each
+column is a list with the numbers of an array, whose shape is in the metadata of the column: `TABLE.ids`, `TABLE.rows`,
+`TABLE.deleted`, for a table that fields share `TABLE.feature` and `TABLE.deleted_feature`, and `dense/NAME`. The
+metadata of the schema has the header. Sizes: n rows, m deleted ids, P stored width of a table.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
 
 from cowrec.errors import UserError
 
-FORMAT = 1
-MAGIC = b"cowrec-published"  # its length keeps the tensors aligned
+_NAME = b"cowrec-"
+MAGIC = _NAME + b"version-2"  # with the number of the format; its length keeps the arrays aligned
 _DENSE = "dense/"
 _ABOUT = ("version", "previous", "kind", "lineage", "created", "fingerprint")
-_INTEGERS = {"I8": "i1", "I16": "i2", "I32": "i4", "I64": "i8", "U8": "u1", "U16": "u2", "U32": "u4", "U64": "u8"}
-_DTYPES = {**_INTEGERS, "F16": "f2", "F32": "f4", "F64": "f8", "BOOL": "?"}
-"""numpy's types of tables and of the buffers of networks, by their names in safetensors."""
 _HEADER = len(MAGIC) + hashlib.sha256().digest_size
 
 Kind = Literal["full", "delta"]
-_Number = Annotated[int, Field(gt=-(1 << 53), lt=1 << 53)]  # exact in float64
-_Count = Annotated[_Number, Field(ge=0)]
-
-
-class _About(BaseModel):
-    """Metadata of a version."""
-
-    version: Annotated[_Count, Field(gt=0)]
-    previous: _Count
-    kind: Kind
-    lineage: str
-    created: Annotated[float, Field(gt=-(1 << 53), lt=1 << 53)]
-    fingerprint: str
-    step: _Count
-    sample_time: _Number | None
 
 
 class DamagedBlob(UserError):
@@ -138,23 +121,27 @@ class Blob:
 
 
 def encode(blob: Blob) -> bytes:
-    """Encodes a blob. Raises ValueError for a table name that a blob cannot have."""
-    tensors: dict[str, NDArray[Any]] = {_DENSE + name: value for name, value in blob.change.dense.items()}
+    """Encodes a blob. Raises UserError for a table name that a blob cannot have."""
+    arrays: dict[str, NDArray[Any]] = {_DENSE + name: value for name, value in blob.change.dense.items()}
     for name, table in blob.change.tables.items():
         if name.startswith(_DENSE):
             raise UserError(
                 f'table {name!r} cannot be published: names that begin with "{_DENSE}" are those of dense weights'
             )
         parts = {key: getattr(table, key) for key in ("ids", "rows", "deleted", "feature", "deleted_feature")}
-        tensors |= {f"{name}.{key}": value for key, value in parts.items() if value is not None}
+        arrays |= {f"{name}.{key}": value for key, value in parts.items() if value is not None}
     about = {key: getattr(blob, key) for key in _ABOUT}
-    about |= {"format": FORMAT, "step": blob.change.step, "sample_time": blob.change.sample_time}
-    metadata = {key: json.dumps(value) for key, value in about.items()}
-    content = _safetensors({key: np.ascontiguousarray(each) for key, each in tensors.items()}, metadata)
-    digest = hashlib.sha256()
-    for part in content:
-        digest.update(part)
-    return b"".join([MAGIC, digest.digest(), *content])
+    about |= {"step": blob.change.step, "sample_time": blob.change.sample_time}
+    fields, columns = [], []
+    for name, each in arrays.items():
+        ends = pa.array([0, each.size], pa.int64())
+        columns.append(pa.LargeListArray.from_arrays(ends, pa.array(each.reshape(-1))))
+        fields.append(pa.field(name, columns[-1].type, metadata={"shape": json.dumps(each.shape)}))
+    schema, sink = pa.schema(fields, metadata={"about": json.dumps(about)}), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as stream:
+        stream.write_batch(pa.record_batch(columns, schema))
+    content = sink.getvalue()
+    return b"".join([MAGIC, hashlib.sha256(content).digest(), content])
 
 
 def decode(blob: bytes) -> Blob:
@@ -166,30 +153,21 @@ def decode(blob: bytes) -> Blob:
         DamagedBlob: bytes are missing or differ from what was published.
         OtherFormat: another format.
     """
-    content = _verified(blob)
-    try:
-        length = int.from_bytes(content[:8], "little")
-        header = json.loads(bytes(content[8 : 8 + length]))
-        about = {key: json.loads(each) for key, each in header.pop("__metadata__").items()}
-        if about["format"] != FORMAT:
-            raise OtherFormat(
-                f"a published version has format {about['format']!r}, but this cowrec reads"
-                f" {FORMAT}; publish and read with the same version of cowrec"
-            )
-        _About.model_validate(about, strict=True)
-        tensors = {key: _tensor(content[8 + length :], **each) for key, each in header.items()}
-        dense = {key.removeprefix(_DENSE): each for key, each in tensors.items() if key.startswith(_DENSE)}
-        parts: dict[str, dict[str, NDArray[Any]]] = {}
-        for each in tensors.keys() - {_DENSE + name for name in dense}:
-            name, _, part = each.rpartition(".")
-            parts.setdefault(name, {})[part] = tensors[each]
-        tables = {name: TableChange(**parts[name]) for name in sorted(parts)}
-        change = Change(about["step"], about["sample_time"], tables, dense)
-        return Blob(**{key: about[key] for key in _ABOUT}, change=change)
-    except OtherFormat:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise DamagedBlob(f"a published version is incomplete or wrong: {error}") from error
+    with pa.ipc.open_stream(pa.py_buffer(_verified(blob))) as stream:
+        about, batch = json.loads(stream.schema.metadata[b"about"]), stream.read_next_batch()
+    dense: dict[str, NDArray[Any]] = {}
+    parts: dict[str, dict[str, NDArray[Any]]] = {}
+    for column, written in zip(batch.schema, batch.columns, strict=True):
+        shape = json.loads(column.metadata[b"shape"])
+        array = written.values.to_numpy(zero_copy_only=False).reshape(shape)  # bool takes a copy
+        if column.name.startswith(_DENSE):
+            dense[column.name.removeprefix(_DENSE)] = array
+        else:
+            name, _, part = column.name.rpartition(".")
+            parts.setdefault(name, {})[part] = array
+    tables = {name: TableChange(**parts[name]) for name in sorted(parts)}
+    change = Change(about["step"], about["sample_time"], tables, dense)
+    return Blob(**{key: about[key] for key in _ABOUT}, change=change)
 
 
 def merged(older: Change, newer: Change) -> Change:
@@ -208,6 +186,10 @@ def joined(older: Change | None, newer: Change | None) -> Change | None:
 def _verified(blob: bytes) -> memoryview:
     """The content of a blob."""
     if not blob.startswith(MAGIC):
+        if blob.startswith(_NAME):
+            raise OtherFormat(
+                "a published version has another format; publish and read with the same version of cowrec"
+            )
         raise DamagedBlob(f"not a published version: {len(blob):,} bytes that begin with {blob[: len(MAGIC)]!r}")
     content = memoryview(blob)[_HEADER:]
     if hashlib.sha256(content).digest() != blob[len(MAGIC) : _HEADER]:
@@ -215,25 +197,6 @@ def _verified(blob: bytes) -> memoryview:
             f"a published version of {len(blob):,} bytes is truncated or altered: its checksum does not match"
         )
     return content
-
-
-def _safetensors(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> list[Any]:
-    """Parts of a safetensors file, the tensors themselves among them: the library makes two copies of each one."""
-    names, end = {np.dtype(each): name for name, each in _DTYPES.items()}, 0
-    header: dict[str, Any] = {"__metadata__": metadata}
-    ordered = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))  # which keeps them aligned
-    for name, each in ordered:
-        header[name] = {"dtype": names[each.dtype], "shape": each.shape, "data_offsets": (end, end + each.nbytes)}
-        end += each.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little"), text, *(each.reshape(-1) for _, each in ordered)]
-
-
-def _tensor(content: memoryview, dtype: str, shape: list[int], data_offsets: tuple[int, int]) -> NDArray[Any]:
-    """A tensor without a copy; the library's reader copies each one and blocks other threads meanwhile."""
-    start, stop = data_offsets
-    return np.frombuffer(content[start:stop], _DTYPES[dtype]).reshape(shape)
 
 
 def _merged_table(older: TableChange, newer: TableChange) -> TableChange:

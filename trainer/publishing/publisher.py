@@ -12,20 +12,19 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from cowrec.files import NO_SPACE
 
 from .blob import Blob, Change, Kind, decode, encode, joined, merged
-from .target import DEADLINE, LEASE, Target
+from .target import DEADLINE, Target
 
 logger = logging.getLogger(__name__)
 
 _PAUSE, _MOST_PAUSES = 1.0, 4
 """Seconds before a failed publication is retried; doubled after each further failure, up to so many times as long.
 
-That is less than the time between two calls of :meth:`Target.keep`, and than the deadline of :meth:`Publisher.close`.
+That is less than the deadline of :meth:`Publisher.close`.
 """
 
 
@@ -129,14 +128,9 @@ class Publisher:
         failed = 0
         while True:
             with self._state:
-                ready = self._state.wait_for(lambda: self._closed or self._can_write(), LEASE / 3)
+                self._state.wait_for(lambda: self._closed or self._can_write())
                 if self._closed:
                     return
-            if not ready:
-                with suppress(OSError):  # the next version has the error
-                    self._target.keep()
-                continue
-            with self._state:
                 pending, everything, since = self._pending, self._everything, self._since
                 self._pending = self._since = None
                 taken = everything

@@ -3,12 +3,8 @@
 import errno
 import os
 import re
-import socket
-import time
-import uuid
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from io import BytesIO
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlencode, urlunsplit
@@ -24,15 +20,8 @@ from .blob import Kind
 DEADLINE = 10.0
 """Seconds that Redis may take to answer."""
 
-LEASE = 15.0
-"""Seconds for which a publisher has a name in Redis, after it was last renewed."""
-
-_PART_BYTES = 16 << 20
-"""Size of the parts of a blob in Redis, which limits a value to 512 MiB and answers nobody else while it takes one."""
-
-
-class LeaseHeld(OSError):
-    """Raised when another process publishes to a target."""
+_MOST_BYTES = 512 << 20
+"""Size of the largest value in Redis."""
 
 
 class Target(Protocol):
@@ -55,10 +44,6 @@ class Target(Protocol):
         """Removes a blob; does nothing if it does not exist."""
         ...
 
-    def keep(self) -> None:
-        """Keeps other publishers away; call it every ``LEASE / 3`` seconds. Raises LeaseHeld if another publishes."""
-        ...
-
     def close(self) -> None: ...
 
 
@@ -68,11 +53,10 @@ def open_target(url: str, *, publishing: bool = False) -> Target:
 
     Args:
         url: as above. NAME, by default "cowrec", separates the publications in one Redis.
-        publishing: whether the caller writes; a directory is then created and locked against other publishers, a name
-            in Redis leased. For a lease that a killed publisher has left, this waits until it ends.
+        publishing: whether the caller writes; a directory is then created and locked against other publishers.
 
     Raises:
-        ValueError: another process publishes there, or the URL is invalid.
+        UserError: another process publishes to the directory, Redis refuses the password, or the URL is invalid.
     """
     if split_url(url).scheme in ("redis", "rediss"):
         return RedisTarget(url, publishing=publishing)
@@ -111,9 +95,6 @@ class FolderTarget:
     def remove(self, version: int, kind: Kind) -> None:
         self._files.remove([_file_name(version, kind)])
 
-    def keep(self) -> None:
-        pass  # locked
-
     def close(self) -> None:
         self._lock.close()
 
@@ -151,30 +132,31 @@ class _Directory:
 
 
 class RedisTarget:
-    """Redis with lists ``NAME:delta:12`` and ``NAME:full:12`` of the parts of blobs, and the sorted set
-    ``NAME:versions`` of both.
+    """Redis with values ``NAME:delta:12`` and ``NAME:full:12``, and the sorted set ``NAME:versions`` of both.
 
-    A blob is written under another name, ``NAME:partial:...``, and renamed by the transaction that adds its last part.
-    What a publisher leaves unfinished expires.
-
-    ``NAME:publisher`` is the lease of the publisher. Every part is written in a transaction that fails if another
-    publisher has it by then, so that one which hung for longer than its lease cannot write among the other's versions.
+    Nothing locks a name: publish under it from one place.
     """
 
     def __init__(self, url: str, *, publishing: bool = False) -> None:
         parts = split_url(url)
         query = parse_qs(parts.query)
         self._name = query.pop("name", ["cowrec"])[0]
-        self._lease, self._partial = f"{self._name}:publisher", f"{self._name}:partial:{uuid.uuid4().hex}"
         plain = urlunsplit(parts._replace(query=urlencode(query, doseq=True)))
         self._redis = open_redis(plain, socket_timeout=DEADLINE, socket_connect_timeout=DEADLINE)
         import redis
 
         self._redis.set_retry(redis.retry.Retry(redis.backoff.NoBackoff(), 0))  # every retry would wait as long again
         self._error, self._out_of_memory = redis.RedisError, redis.exceptions.OutOfMemoryError
-        self._owner = f"process {os.getpid()} of {socket.gethostname()} ({uuid.uuid4().hex[:8]})" if publishing else ""
         if publishing:
-            self._wait_for_lease()
+            self._require_login()
+
+    def _require_login(self) -> None:
+        """Raises UserError if Redis refuses the password. A Redis that does not answer may do so later."""
+        try:
+            self.blobs()
+        except OSError as error:
+            if is_refusal(error.__cause__):
+                raise UserError(f"{error}; correct the user and the password of the address") from None
 
     def blobs(self) -> list[tuple[int, Kind]]:
         with self._named_errors():
@@ -183,35 +165,25 @@ class RedisTarget:
         return sorted((int(version), kind) for kind, version in kinds)
 
     def read(self, version: int, kind: Kind) -> bytes:
-        key, blob = self._key(version, kind), BytesIO()
+        key = self._key(version, kind)
         with self._named_errors():
-            parts: Any = self._redis.llen(key)
-            for number in range(max(parts, 1)):
-                part: Any = self._redis.lindex(key, number)
-                if part is None:
-                    raise FileNotFoundError(f"Redis has no {key}")
-                blob.write(part)
-        return blob.getvalue()
+            blob: Any = self._redis.get(key)
+        if blob is None:
+            raise FileNotFoundError(f"Redis has no {key}")
+        return bytes(blob)
 
     def write(self, version: int, kind: Kind, blob: bytes) -> None:
-        key, content, firsts = self._key(version, kind), memoryview(blob), range(0, len(blob), _PART_BYTES)
-        for number, first in enumerate(firsts):
-            self.keep()
-            with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
-                transaction.watch(self._partial)
-                if number and transaction.llen(self._partial) != number:
-                    raise OSError(f"Redis has lost parts of {key} while it was written")
-                self._holds_lease(transaction)
-                if number == 0:
-                    transaction.delete(self._partial)
-                transaction.rpush(self._partial, content[first : first + _PART_BYTES])
-                transaction.pexpire(self._partial, round(LEASE * 1000))
-                if first == firsts[-1]:
-                    transaction.zadd(f"{self._name}:versions", {f"{kind}:{version}": version})
-                    transaction.renamenx(self._partial, key)
-                    transaction.persist(key)
-                done = transaction.execute()
-        if not done[-2]:
+        key = self._key(version, kind)
+        if len(blob) > _MOST_BYTES:
+            raise UserError(
+                f"{key} has {len(blob):,} bytes, and a value of Redis at most {_MOST_BYTES:,}; publish to a folder, or"
+                " to s3://BUCKET/FOLDER"
+            )
+        with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
+            transaction.setnx(key, blob)
+            transaction.zadd(f"{self._name}:versions", {f"{kind}:{version}": version})
+            is_new, _ = transaction.execute()
+        if not is_new:
             raise FileExistsError(f"Redis has {key} already, written by another publisher; stop it or use another name")
 
     def remove(self, version: int, kind: Kind) -> None:
@@ -220,49 +192,7 @@ class RedisTarget:
             transaction.delete(self._key(version, kind))
             transaction.execute()
 
-    def keep(self) -> None:
-        with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
-            if self._holds_lease(transaction):
-                transaction.pexpire(self._lease, round(LEASE * 1000))
-            else:
-                transaction.set(self._lease, self._owner, px=round(LEASE * 1000))
-            transaction.execute()
-
-    def _holds_lease(self, transaction: Any) -> bool:
-        """Begins a transaction that fails if another publisher takes the lease before it is executed. Returns whether
-        this one has it; raises LeaseHeld if another has."""
-        transaction.watch(self._lease)
-        holder = transaction.get(self._lease)
-        transaction.multi()
-        if holder is not None and holder != self._owner.encode():
-            holder = holder.decode(errors="replace")
-            raise LeaseHeld(f"{holder} publishes under the name {self._name!r}; stop it, or use another name")
-        return holder is not None
-
-    def _wait_for_lease(self) -> None:
-        """Takes the lease. Raises ValueError if another publisher renews it, or Redis refuses the password.
-
-        Without Redis, it is taken later.
-        """
-        deadline = time.monotonic() + LEASE * 1.5
-        while True:
-            try:
-                return self.keep()
-            except LeaseHeld as error:
-                if time.monotonic() > deadline:
-                    raise UserError(f"Redis: {error}") from None
-            except OSError as error:
-                if is_refusal(error.__cause__):
-                    raise UserError(f"{error}; correct the user and the password of the address") from None
-                return
-            time.sleep(LEASE / 30)
-
     def close(self) -> None:
-        if self._owner:
-            with suppress(OSError), self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
-                if self._holds_lease(transaction):
-                    transaction.delete(self._lease)
-                    transaction.execute()
         self._redis.close()
 
     def _key(self, version: int, kind: Kind) -> str:

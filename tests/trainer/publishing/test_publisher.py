@@ -2,43 +2,46 @@
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import multiprocessing
-import os
 import re
 import shutil
 import signal
 import time
 import tracemalloc
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
-import safetensors.numpy
 
 from cowrec.trainer.config.sections import OnlineConfig
-from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, DamagedBlob, TableChange, decode, encode, merged
+from cowrec.trainer.publishing.blob import (
+    MAGIC,
+    Blob,
+    Change,
+    DamagedBlob,
+    OtherFormat,
+    TableChange,
+    decode,
+    encode,
+    merged,
+)
 from cowrec.trainer.publishing.follower import VersionFollower
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
-from cowrec.trainer.publishing.versions import list_versions, reachable, republish
+from cowrec.trainer.publishing.versions import list_versions, republish
 from publishing.published_model import Model, publish, publisher, reading, target_url
 from refusal import refused
 from run_comparison import wait_for
 from servers.redis_server import redis_server
-
-PART_BYTES = "cowrec.trainer.publishing.target._PART_BYTES"
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cowrec.trainer.publishing.follower._POLL_SECONDS", 0.01)
     monkeypatch.setattr("cowrec.trainer.publishing.publisher._PAUSE", 0.05)
-    monkeypatch.setattr(PART_BYTES, 500)  # a fraction of a version
 
 
 @pytest.fixture(params=["directory", "redis", "s3"])
@@ -57,7 +60,7 @@ def blob_of(change: Change) -> Blob:
     return Blob(7, 6, "delta", "some", 1.5, change, "of some data")
 
 
-def test_a_blob_is_decoded_exactly_or_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blob_is_decoded_exactly_or_rejected() -> None:
     """Every missing or altered byte is detected: the test tries all lengths and alters every byte once."""
     change = Model(3).train(with_dense=True)
     whole = encode(blob_of(change))
@@ -69,19 +72,14 @@ def test_a_blob_is_decoded_exactly_or_rejected(monkeypatch: pytest.MonkeyPatch) 
     assert one.step == other.step == 1
     assert found.change.sample_time == 10
     assert dataclasses.replace(found, change=change) == blob_of(change)
-    damaged = [whole + b"\0"]
+    damaged = {len(whole): [whole + b"\0"]}
     for index in range(len(whole)):
-        damaged += [whole[:index], whole[:index] + bytes([whole[index] ^ 64]) + whole[index + 1 :]]
-    for each in damaged:
-        with pytest.raises(DamagedBlob):
-            decode(each)
-    empty = blob_of(Change(0, None, {}))
-    assert not decode(encode(empty)).change.tables
-    with monkeypatch.context() as later:
-        later.setattr("cowrec.trainer.publishing.blob.FORMAT", 2)
-        other = encode(empty)
-    assert other.startswith(MAGIC)
-    refused("has format 2, but this cowrec reads 1", decode, other)
+        damaged[index] = [whole[:index], whole[:index] + bytes([whole[index] ^ 64]) + whole[index + 1 :]]
+    for index, blobs in damaged.items():
+        for each in blobs:
+            with pytest.raises(OtherFormat if len(b"cowrec-") <= index < len(MAGIC) else DamagedBlob):
+                decode(each)
+    assert not decode(encode(blob_of(Change(0, None, {})))).change.tables
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -225,24 +223,26 @@ def test_a_full_version_follows_no_fewer_bytes_of_deltas_than_it_has(tmp_path: P
         assert (version > 2, deltas >= full) == (True, True)
 
 
-def test_a_blob_is_a_safetensors_file_that_is_made_in_one_copy() -> None:
-    """Such as the library reads; its tensors are as large as the model."""
-    model, rows = Model(3), np.ones((100_000, 16), np.float32)
-    change = model.train(with_dense=True)
-    tables = {"big": TableChange(np.arange(len(rows)), rows), **change.tables}
-    blob = blob_of(dataclasses.replace(change, tables=tables, dense={"mask": np.eye(3) > 0, **change.dense}))
-    tracemalloc.start()
+def test_a_blob_is_an_arrow_stream() -> None:
+    """Of one row, whose lists are the arrays; they share the memory of the blob."""
+    change = Model(3).train(with_dense=True)
+    change = dataclasses.replace(change, dense={"mask": np.eye(3) > 0, "count": np.array(7), **change.dense})
+    blob = blob_of(change)
     encoded = encode(blob)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1.1 * len(encoded)
-    found = safetensors.numpy.load(encoded[HEADER:])
-    for name, table in tables.items():
+    (row,) = pa.ipc.open_stream(encoded[len(MAGIC) + 32 :]).read_all().to_pylist()
+    for name, table in change.tables.items():
         for part in ("ids", "rows", "deleted", "feature", "deleted_feature"):
-            np.testing.assert_array_equal(found.pop(f"{name}.{part}", None), getattr(table, part))
-    for name, value in blob.change.dense.items():
-        np.testing.assert_array_equal(found.pop(f"dense/{name}"), value)
-    assert not found
+            if (value := getattr(table, part)) is not None:
+                np.testing.assert_array_equal(row.pop(f"{name}.{part}"), value.reshape(-1))
+    for name, value in change.dense.items():
+        np.testing.assert_array_equal(row.pop(f"dense/{name}"), value.reshape(-1))
+    assert not row
+    found = decode(encoded).change
+    assert {name: each.shape for name, each in found.dense.items()} == {
+        name: each.shape for name, each in change.dense.items()
+    }
+    memory = np.frombuffer(encoded, np.uint8)
+    assert all(np.shares_memory(table.rows, memory) for table in found.tables.values() if table.rows.size)
 
 
 @pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.int32, np.float16, np.float64])
@@ -431,49 +431,6 @@ def test_a_truncated_full_version_is_replaced_by_the_one_before(tmp_path: Path) 
         assert reader.model.same_as(model)
 
 
-HEADER = len(MAGIC) + 32
-CHANGE = Change(7, 8, {"t": TableChange(np.arange(2), np.ones((2, 3), np.float32))})
-BLOB = Blob(3, 2, "delta", "line", 5.5, CHANGE, "of some data")
-
-
-def with_header(change: Any) -> bytes:
-    """The bytes of BLOB, with its JSON header as changed by a function, and the checksum of that."""
-    content = encode(BLOB)[HEADER:]
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    change(header)
-    written = json.dumps(header).encode()
-    content = len(written).to_bytes(8, "little") + written + content[8 + length :]
-    return MAGIC + hashlib.sha256(content).digest() + content
-
-
-WRONG_METADATA = {
-    "version": ["0", '"3"', "true", "3.0", "3,", "[" * 100_000],
-    "previous": ["-1"],
-    "kind": ['"half"', "[]"],
-    "lineage": ["null", "{}"],
-    "fingerprint": ["null", "1"],
-    "created": ['"now"', "NaN", "-Infinity", "null"],
-    "step": ["1" + "0" * 400, "NaN", "null", "9007199254740992"],
-    "sample_time": ['"never"', "Infinity", "1" + "0" * 400, "[1]", "true"],
-}
-WRONG_TENSORS: list[dict[str, Any]] = [
-    *[{"dtype": "BF16"}, {"dtype": None}, {"shape": "x"}, {"shape": [1, 3]}, {"shape": [2, 3, 1]}],
-    *[{"data_offsets": each} for each in ([0, 1 << 70], [0], ["0", "24"])],
-]
-
-
-def test_only_intact_metadata_and_tensors_are_accepted() -> None:
-    found = decode(with_header(lambda header: None))
-    assert (found.version, found.created, found.change.step, found.change.sample_time) == (3, 5.5, 7, 8)
-    without_time = with_header(lambda header: header["__metadata__"].update(sample_time="null"))
-    assert decode(without_time).change.sample_time is None
-    wrong = [("__metadata__", {key: each}) for key, values in WRONG_METADATA.items() for each in values]
-    for part, values in [*wrong, *(("t.rows", each) for each in WRONG_TENSORS)]:
-        with pytest.raises(DamagedBlob):
-            decode(with_header(lambda header, part=part, values=values: header[part].update(values)))
-
-
 WEIGHTS = 1_000_000
 
 
@@ -482,69 +439,32 @@ def publish_step(out: Publisher, step: int, weights: int = 1) -> None:
     out.publish(Change(step, step, {}, {}), full if out.wants_full else None)
 
 
-def test_one_name_has_one_publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lease is renewed without publications too, given back at the end, and ends with a killed publisher. One that
-    hung beyond its lease cannot write among the versions of the next."""
-    monkeypatch.setattr("cowrec.trainer.publishing.target.LEASE", 6.0)
-    monkeypatch.setattr("cowrec.trainer.publishing.publisher.LEASE", 6.0)
-    with redis_server(tmp_path) as server:
-        with publisher(server.url, compact_after=1) as first:
-            publish_step(first, 1)
-            with pytest.raises(ValueError, match=rf"process {os.getpid()} of .* publishes under the name 'cowrec'"):
-                publisher(server.url, compact_after=1)  # waits longer than the lease
-            refused("publishes under the name 'cowrec'.*; stop the trainer first", republish, server.url, 1)
-        hung = open_target(server.url, publishing=True)
-        with publisher(server.url, compact_after=1) as second:
-            publish_step(second, 2)
-            assert second.finish(30)
-            versions = hung.blobs()
-            with pytest.raises(OSError, match="publishes under the name 'cowrec'; stop it, or use another name"):
-                hung.write(9, "delta", b"written too late")
-            assert open_target(server.url).blobs() == versions
-            with publisher(f"{server.url}?name=other", compact_after=1) as other:
-                publish_step(other, 1)
-
-
-def write_to(url: str, blob: bytes) -> None:
-    open_target(url, publishing=True).write(1, "full", blob)
-
-
-def test_a_version_of_many_parts_is_in_redis_completely_or_not_at_all(
+def test_names_in_redis_are_apart_and_versions_are_never_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a killed publisher has begun is never listed and does not stay; one that lost parts is not completed."""
-    monkeypatch.setattr("cowrec.trainer.publishing.target.LEASE", 3.0)
-    blob = os.urandom(600 * 500 + 1)
     with redis_server(tmp_path) as server:
-        client, unfinished = server.client(), "cowrec:partial:*"
-        process = multiprocessing.get_context("fork").Process(target=write_to, args=(server.url, blob))
-        process.start()
-        wait_for(lambda: client.keys(unfinished))
-        process.kill()
-        process.join()
-        assert not open_target(server.url).blobs()
-        wait_for(lambda: not client.keys(unfinished))
-        with contextlib.closing(open_target(server.url, publishing=True)) as target:
-            with ThreadPoolExecutor() as threads:
-                written = threads.submit(target.write, 1, "full", blob)
-                wait_for(lambda: client.keys(unfinished))
-                client.delete(*client.keys(unfinished))
-                with pytest.raises(OSError, match=r"lost parts of cowrec:full:1|WatchError"):  # or within a transaction
-                    written.result()
-            assert not target.blobs()
-            target.write(1, "full", blob)
-            with pytest.raises(FileExistsError, match="Redis has cowrec:full:1 already"):
-                target.write(1, "full", blob)
-            assert (target.blobs(), client.ttl("cowrec:full:1")) == ([(1, "full")], -1)
-            assert target.read(1, "full") == blob
-            target.remove(1, "full")
-            with pytest.raises(FileNotFoundError, match="Redis has no cowrec:full:1"):
-                target.read(1, "full")
+        target, other = (open_target(f"{server.url}{query}", publishing=True) for query in ("", "?name=other"))
+        target.write(1, "full", b"one")
+        other.write(1, "full", b"another")
+        with pytest.raises(FileExistsError, match="Redis has cowrec:full:1 already"):
+            target.write(1, "full", b"second")
+        assert (target.blobs(), target.read(1, "full"), other.read(1, "full")) == ([(1, "full")], b"one", b"another")
+        target.remove(1, "full")
+        with pytest.raises(FileNotFoundError, match="Redis has no cowrec:full:1"):
+            target.read(1, "full")
+        monkeypatch.setattr("cowrec.trainer.publishing.target._MOST_BYTES", 5)
+        refused(
+            r"cowrec:full:2 has 6 bytes, and a value of Redis at most 5; publish to a folder",
+            target.write,
+            2,
+            "full",
+            b"123456",
+        )
+        assert not target.blobs()
 
 
-def test_a_full_redis_loses_its_old_versions_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_redis_loses_its_old_versions_first(tmp_path: Path) -> None:
     """Four million bytes a version, and room for three and a half; the one that is written takes twice its size."""
-    monkeypatch.setattr(PART_BYTES, 3_000_000)
     with redis_server(tmp_path) as server, publisher(server.url, compact_after=1) as out:
         used = server.client().info("memory")["used_memory"]
         server.client().config_set("maxmemory", used + 14_000_000)
@@ -572,9 +492,13 @@ def test_a_redis_killed_while_its_newest_version_is_applied(tmp_path: Path) -> N
         server.start()
 
 
+def full_versions(url: str) -> list[int]:
+    return [version for version, kind in open_target(url).blobs() if kind == "full"]
+
+
 @pytest.mark.parametrize("url", ["directory", "redis"], indirect=True)
 def test_readers_go_back_and_a_later_trainer_goes_on(url: str) -> None:
-    """Readers take one step to the old version, those that start later read it first; from a delta and from a full one.
+    """Readers take one step to the old version, and those that start later read it first.
 
     A trainer that is started afterwards publishes a full version next, whatever it has resumed from.
     """
@@ -583,8 +507,8 @@ def test_readers_go_back_and_a_later_trainer_goes_on(url: str) -> None:
         with publisher(url, compact_after=4) as out:
             publish_many(out, model, states, 11)
         wait_for(lambda: reader.version == 11)
-        assert reachable(list_versions(url)) == [6, 7, 8, 9, 10, 11]
-        for number, old in ((12, 8), (13, 6), (14, 12)):
+        assert full_versions(url) == [6, 11]
+        for number, old in ((12, 6), (13, 11), (14, 12)):
             assert republish(url, old) == number
             states[number] = states[old]
             wait_for(lambda number=number: reader.version == number)
@@ -593,7 +517,7 @@ def test_readers_go_back_and_a_later_trainer_goes_on(url: str) -> None:
         with reading(url) as late:
             wait_for(lambda: late.version == 14)
             assert [(blob.version, blob.kind) for blob in late.seen] == [(14, "full")]
-            assert late.model.same_as(states[8])
+            assert late.model.same_as(states[6])
             with publisher(url, compact_after=4) as out:
                 publish_many(out, model, states, 3)
             for each in (reader, late):
@@ -605,14 +529,13 @@ def test_readers_go_back_and_a_later_trainer_goes_on(url: str) -> None:
 
 
 def test_while_a_trainer_publishes_no_other_does(tmp_path: Path) -> None:
-    """Of Redis, :func:`test_one_name_has_one_publisher` shows it."""
     problem, url = "another process is at work", str(tmp_path / "published")
     refused("is not supported", open_target, "kafka://host/topic")
     with publisher(url) as out:
         publish_many(out, Model(), {}, 3)
         before = open_target(url).blobs()
         refused(problem, publisher, url)
-        refused(rf"{problem}.*; stop the trainer first, as its next version would", republish, url, 2)
+        refused(rf"{problem}.*; stop the trainer first, as its next version would", republish, url, 1)
         assert open_target(url).blobs() == before
 
 
@@ -621,9 +544,9 @@ def test_a_trainer_that_nothing_locks_out_publishes_everything_next(tmp_path: Pa
     model, states = Model(), dict[int, Model]()
     with target_url("s3", tmp_path) as url, publisher(url) as out, reading(url) as reader:
         publish_many(out, model, states, 3)
-        assert republish(url, 2) == 4
+        assert republish(url, 1) == 4
         wait_for(lambda: reader.version == 4)
-        assert reader.model.same_as(states[2])
+        assert reader.model.same_as(states[1])
         publish(out, model, wait=False)
         wait_for(lambda: out.wants_full)
         publish(out, model)
@@ -632,33 +555,33 @@ def test_a_trainer_that_nothing_locks_out_publishes_everything_next(tmp_path: Pa
         assert reader.model.same_as(model)
 
 
-def test_a_version_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
-    """The message has those that can be; damage and another lineage between a version and its full one count."""
+def test_only_intact_full_versions_are_published_again(tmp_path: Path) -> None:
+    """The message has those that can be."""
     url, model = str(tmp_path / "published"), Model()
     refused("has no version; check the path", republish, url, 1)
     assert not Path(url).exists()
     for versions in (6, 3):
         with publisher(url, compact_after=1000) as out:
             publish_many(out, model, {}, versions)
-    damaged = tmp_path / "published" / "delta-000000000004.cow"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    message = "version {} of .*published cannot be published again: .*; choose one of 1 to 3, 7 to 9$"
-    for version in (4, 5, 10, 0, -1):
-        refused(message.format(version), republish, url, version)
+    for version in (4, 10, 0, -1):
+        refused(
+            f"version {version} of .*published is not an intact full version; choose one of 1, 7$",
+            republish,
+            url,
+            version,
+        )
     listed = {(each.version, each.kind): each for each in list_versions(url)}
-    assert "truncated or altered" in listed[4, "delta"].problem
     blobs = {each.version: each.blob for each in listed.values() if each.blob}
     assert blobs[1].lineage == blobs[6].lineage != blobs[7].lineage
     assert (blobs[7].change.step, blobs[7].change.sample_time) == (7, 70)
     for each in Path(url).glob("full-*"):
-        each.unlink()
-    refused(r"no version can be: a published version of .* is truncated", republish, url, 6)
+        each.write_bytes(each.read_bytes()[:-1])
+    refused(r"there is none: a published version of .* is truncated or altered", republish, url, 1)
 
 
 def republish_by_turns(url: str) -> None:
     while True:
-        for version in (1, 2, 3):
-            republish(url, version)
+        republish(url, 1)
 
 
 def test_a_killed_command_leaves_whole_versions(tmp_path: Path) -> None:
@@ -674,16 +597,15 @@ def test_a_killed_command_leaves_whole_versions(tmp_path: Path) -> None:
         process.kill()
         process.join()
         assert not [each.problem for each in list_versions(url) if each.problem]
-    newest = republish(url, 2)
+    newest = republish(url, 1)
     with reading(url) as reader:
         wait_for(lambda: reader.version == newest)
-        assert reader.model.same_as(states[2])
+        assert reader.model.same_as(states[1])
     assert not list(tmp_path.glob("*.partial"))
 
 
 def test_more_full_versions_are_kept_if_asked(tmp_path: Path) -> None:
     with publisher(str(tmp_path), compact_after=2, keep_full=4) as out:
         publish_many(out, Model(), {}, 15)
-    assert [version for version, kind in open_target(str(tmp_path)).blobs() if kind == "full"] == [4, 7, 10, 13]
-    assert reachable(list_versions(str(tmp_path))) == list(range(4, 16))
+    assert full_versions(str(tmp_path)) == [4, 7, 10, 13]
     refused(re.escape("online.keep_full_versions must be at least 2, got 1"), OnlineConfig, keep_full_versions=1)

@@ -605,7 +605,7 @@ def test_servers_go_back_to_a_version_that_is_published_again(cowrec: Cowrec, tm
         server.wait_for("version", 4)
         answers_as(server, folder, "longer", 4)
     code, _, error = cowrec("versions", target, "--republish", "9")
-    assert (code, "choose one of 3 to 4" in error) == (2, True)
+    assert (code, "choose one of 3, 4" in error) == (2, True)
 
 
 def test_a_version_of_another_model_is_refused(tmp_path: Path) -> None:
