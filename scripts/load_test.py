@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -173,7 +174,7 @@ def probe() -> Iterator[list[float]]:
             start = time.perf_counter()
             with (
                 suppress(OSError),
-                urllib.request.urlopen(f"http://127.0.0.1:{HEALTH_PORT}/health", timeout=30) as answer,
+                urllib.request.urlopen(f"http://127.0.0.1:{HEALTH_PORT}/readyz", timeout=30) as answer,
             ):
                 answer.read()
             seconds.append(time.perf_counter() - start)
@@ -298,9 +299,14 @@ def wait_until(port: int, condition: Callable[[Any], bool], seconds: float = 120
     """Waits until a server's health satisfies the condition."""
     deadline = time.monotonic() + seconds
     while True:
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            if condition(json.load(answer)):
-                return
+        with suppress(OSError):
+            try:
+                answer = urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5)
+            except urllib.error.HTTPError as error:  # 503, with the status of the server
+                answer = error
+            with answer:
+                if condition(json.load(answer)):
+                    return
         if time.monotonic() > deadline:
             raise TimeoutError(f"the server on port {port} was not ready within {seconds:g} s")
         time.sleep(0.1)

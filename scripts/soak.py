@@ -213,7 +213,7 @@ class Soak:
         }
 
     def _health(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(get(self._serve_port, "/health") or "{}")
+        found: dict[str, Any] = json.loads(get(self._serve_port, "/readyz") or "{}")
         return found if found.get("status") == "ok" else {}
 
     def _redis_answers(self) -> bool:

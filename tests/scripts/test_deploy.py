@@ -115,7 +115,7 @@ def test_nginx_protects_a_server(proxied: tuple[Serving, int, ssl.SSLContext]) -
     status, answer = ask("/predict")
     assert (status, json.loads(answer)) == server.predict(GOOD)
     assert [ask("/predict", token)[0] for token in ("guess", "Secret", "secrets")] == [401] * 3
-    assert [ask(path)[0] for path in ("/metrics", "/health", "/predict/")] == [404, 404, 404]
+    assert [ask(path)[0] for path in ("/metrics", "/readyz", "/predict/")] == [404, 404, 404]
     assert ask("/predict", sent=b"{")[0] == 400
     assert ask("/predict", sent=b" " * (2 << 20))[0] == 413
     assert ask("/predict", Filler="x" * 40_000)[0] == 400

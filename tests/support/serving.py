@@ -81,7 +81,7 @@ class Client:
         return self.ask("POST", "/predict", body)
 
     def health(self) -> dict[str, Any]:
-        content: dict[str, Any] = self.ask("GET", "/health")[1]
+        content: dict[str, Any] = self.ask("GET", "/readyz")[1]
         return content
 
     def metrics(self) -> dict[str, float]:

@@ -124,7 +124,7 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     health_port: Annotated[
         int | None,
-        typer.Option(help="Port on which a thread of its own answers /livez, /readyz, /health, /metrics. [none]"),
+        typer.Option(help="Port on which a thread of its own answers /livez, /readyz, /metrics. [none]"),
     ] = None,
     max_samples: Annotated[int, count_flag("Most samples in a request.")] = 1000,
     timeout_ms: Annotated[
@@ -132,7 +132,7 @@ def serve(
     ] = 1000.0,
     log_format: LogForm = "text",
 ) -> None:
-    """Serves predictions over HTTP: POST /predict, GET /health, /livez, /readyz, /metrics (Prometheus).
+    """Serves predictions over HTTP: POST /predict, GET /livez, /readyz, /metrics (Prometheus).
 
     A sample is a JSON object of the raw columns; a request is one sample, a list of samples, or
     `{"shared": {...}, "samples": [...]}` for samples that share fields.

@@ -220,7 +220,7 @@ class VersionFollower:
                     if blob.version > refused[0] or blob.lineage != refused[1]:
                         pause = _PAUSE
                     del blob  # a full one is as large as the model, and the next may be days away
-            except Exception as error:  # predictions continue whatever happens here, and /health reports it
+            except Exception as error:  # predictions continue whatever happens here, and /readyz reports it
                 self._on_refused()
                 self._error = f"a version of {self.url} was refused: {error}"
                 self._log_problem(exc_info=not isinstance(error, ValueError))

@@ -1,4 +1,4 @@
-"""HTTP server of a prediction service: POST /predict, GET /health, /livez, /readyz and /metrics.
+"""HTTP server of a prediction service: POST /predict, GET /livez, /readyz and /metrics.
 
 Slow clients, long headers and TLS are a proxy's in front of it; scripts/deploy has a configuration of nginx.
 """
@@ -12,8 +12,6 @@ import os
 import resource
 import signal
 import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -30,7 +28,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Lifespan
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cowrec.errors import UserError
 
@@ -42,8 +39,6 @@ logger = logging.getLogger(__name__)
 _RETRY = {"Retry-After": "1"}
 _CLOSE = {"Connection": "close"}
 """Of a response to a request whose body is not read any further."""
-_LAST_DATA_RECEIVED = 52
-"""Offset of ``tcpi_last_data_recv`` in Linux's ``struct tcp_info``: milliseconds, uint32."""
 
 
 def serve(
@@ -73,12 +68,12 @@ def serve(
     listener = _listen(host, port)
     health = None if health_port is None else _listen(host, health_port, "--health-port")
     if health:
-        logger.info("listening on %s: GET /health, /livez, /readyz, /metrics", _shown(health))
+        logger.info("listening on %s: GET /livez, /readyz, /metrics", _shown(health))
     _allow_open_files(service.limits.connections + 512)
     # Batches are small, and torch's threads would wait for cores that are busy with the HTTP of other requests.
     torch.set_num_threads(1)
     with _health_server(service, health) if health else nullcontext():
-        routes = "POST /predict, GET /health, /livez, /readyz, /metrics"
+        routes = "POST /predict, GET /livez, /readyz, /metrics"
 
         def loaded() -> None:
             if service.failure:
@@ -119,18 +114,6 @@ def service_app(service: Service, loaded: Callable[[], object]) -> Starlette:
     return _app([predict, *_health_routes(service)], lifespan)
 
 
-class _Protocol(HttpToolsProtocol):
-    """Notes in the scope of a request when it has arrived in the socket, where it waits while a batch is computed."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        waited = 0
-        if sys.platform == "linux":
-            info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-            (waited,) = struct.unpack_from("I", info, _LAST_DATA_RECEIVED)
-        self.scope["state"]["arrived"] = time.monotonic() - waited / 1000
-
-
 class _Server(uvicorn.Server):
     """A server that answers what was sent before it is asked to stop."""
 
@@ -149,7 +132,6 @@ def http_server(app: Starlette, limits: Limits) -> uvicorn.Server:
     """Creates the server of an application."""
     config = uvicorn.Config(
         app,
-        http=_Protocol,
         ws="none",
         log_level="error",  # a warning for each bad request would let clients fill the log
         access_log=False,
@@ -167,7 +149,7 @@ async def _predict(service: Service, request: Request) -> Response:
     """Predicts a sample or several. A request takes a slot once it has arrived; without a free one it is refused before
     it is parsed.
     """
-    since, limits, batcher = request.state.arrived, service.limits, service.batcher
+    since, limits, batcher = time.monotonic(), service.limits, service.batcher
     try:
         if any(name == b"upgrade" for name, _ in request.scope["headers"]):  # uvicorn does not read its body
             message = "the server does not change the protocol; speak plain HTTP/1.1, or put a proxy in front of it"
@@ -249,11 +231,8 @@ def _health_routes(service: Service) -> list[Route]:
         return _json(200, {"status": "alive"})
 
     def readyz() -> Response:
-        problem = service.not_ready()
-        return _json(503 if problem else 200, {"ready": not problem, "problem": shown_text(problem)})
-
-    def health() -> Response:
-        return _json(200, service.health())
+        found = service.health()
+        return _json(200 if found["ready"] else 503, found)
 
     def metrics() -> Response:
         return Response(service.metrics.text(), media_type=service.metrics.content_type)
@@ -268,7 +247,7 @@ def _health_routes(service: Service) -> list[Route]:
 
         return Route(path, bounded, methods=["GET"])
 
-    handlers = {"/livez": livez, "/readyz": readyz, "/health": health, "/metrics": metrics}
+    handlers = {"/livez": livez, "/readyz": readyz, "/metrics": metrics}
     return [route(path, each) for path, each in handlers.items()]
 
 

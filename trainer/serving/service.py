@@ -153,7 +153,7 @@ class Service:
     def health(self) -> dict[str, Any]:
         """Status of the service and of its model; times in seconds."""
         if not self.loaded:
-            return {"status": "loading", "ready": False}
+            return {"status": "loading", "ready": False, "problem": self.cannot_predict()}
         not_ready = self.not_ready()
         problem = not_ready or (self._follower.problem if self._follower else "")
         return {

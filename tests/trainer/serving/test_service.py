@@ -6,7 +6,6 @@ With `--follow` it applies published versions while it answers, and keeps answer
 import asyncio
 import contextlib
 import functools
-import hashlib
 import http.client
 import itertools
 import json
@@ -18,7 +17,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from safetensors.torch import load_file
 from commands.command_line import Cowrec
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.export.manifest import Manifest, fingerprint
-from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, TableChange, encode
+from cowrec.trainer.publishing.blob import Change, TableChange
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.serving.request_samples import Rejected, samples_of
@@ -43,7 +42,6 @@ from serving import DEADLINE, GOOD, Client, predictions, raw_samples, served_fol
 from trained_runs import run
 from trainer_cases import free_port
 
-HEADER_BYTES = len(MAGIC) + 32
 NESTED = "[" * 995 + "]" * 995
 """Lists in each other, fewer than `orjson` refuses, more than Python's `repr` and `json` can show."""
 
@@ -202,7 +200,7 @@ def test_a_prediction_that_is_not_finite_is_rejected(server: Client) -> None:
 
 def test_wrong_paths_and_methods(server: Client) -> None:
     status, answer = server.ask("GET", "/nothing")
-    known = ("POST /predict", "GET /health", "GET /livez", "GET /readyz", "GET /metrics")
+    known = ("POST /predict", "GET /livez", "GET /readyz", "GET /metrics")
     assert (status, all(each in answer["error"] for each in known)) == (404, True), answer
     assert server.ask("GET", "/predict")[0] == 405
     assert server.predict(GOOD)[0] == 200
@@ -232,7 +230,7 @@ def test_sigterm_lets_requests_in_progress_finish(folder: Path) -> None:
     """Another port is for health alone."""
     port = free_port()
     with serving(folder / "export", "--max-samples", "2", "--health-port", str(port), imports=True) as server:
-        for path in ("/livez", "/readyz", "/health", "/metrics"):
+        for path in ("/livez", "/readyz", "/metrics"):
             assert server.ask("GET", path, port=port)[0] == 200
         with contextlib.suppress(ConnectionError):
             assert server.ask("POST", "/predict", GOOD, port)[0] == 404
@@ -341,10 +339,8 @@ def answer_of(connection: socket.socket) -> tuple[int, bool, bool, str]:
     return answer.status, "Retry-After" in answer.headers, answer.will_close, json.loads(answer.read()).get("error", "")
 
 
-def at_once(
-    limited: Limited, requests: list[tuple[socket.socket, bytes]], then: Callable[[], object] = lambda: None
-) -> Counter[tuple[int, bool, bool, str]]:
-    """Answers to requests that arrive while the server computes another one, until ``then`` has returned."""
+def at_once(limited: Limited, requests: list[tuple[socket.socket, bytes]]) -> Counter[tuple[int, bool, bool, str]]:
+    """Answers to requests that arrive while the server computes another one."""
     client, service = limited
     computing, sent, compute = threading.Event(), threading.Event(), service.batcher._compute
 
@@ -360,7 +356,6 @@ def at_once(
     service.batcher._compute = compute
     for connection, content in requests:
         connection.sendall(content)
-    then()
     sent.set()
     first.join()
     return Counter(answer_of(connection) for connection, _ in requests)
@@ -386,11 +381,6 @@ def test_requests_that_are_late_are_refused(limited: Limited) -> None:
     late = "no prediction could be made within 0.001 ms; retry later"
     assert at_once(limited, [(each, request) for each in connections]) == {(503, True, False, late): 2}
     assert client.metrics()["cowrec_rejected_requests_total{reason=late}"] == 2
-    # The time that they wait in their sockets counts, here ten times as long as they may.
-    request = request.replace(b"0.001", b"20")
-    late = late.replace("0.001", "20")
-    held = functools.partial(threading.Event().wait, 0.2)
-    assert at_once(limited, [(each, request) for each in connections], held) == {(503, True, False, late): 2}
     for connection in connections:
         connection.close()
     status, answer = client.ask("POST", "/predict?timeout_ms=soon", GOOD)
@@ -423,7 +413,7 @@ def test_connections_beyond_the_limit_are_refused(limited: Limited) -> None:
     opened = connected(client, 60)
     statuses = []
     for each in opened:
-        each.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        each.sendall(b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
         statuses.append(each.recv(4000)[9:12])
     assert Counter(statuses)[b"503"] >= 20
     for each in opened:
@@ -515,7 +505,7 @@ def test_published_versions_are_served(tmp_path: Path) -> None:
     target = tmp_path / "published"
     with serving(folder / "export", "--follow", str(target), status="waiting") as server:
         assert server.ask("GET", "/livez")[0] == 200
-        wait_for(lambda: f"{target} has no version yet; check --follow" in server.ask("GET", "/readyz")[1]["problem"])
+        wait_for(lambda: f"{target} has no version yet; check --follow" in server.health()["problem"])
         assert server.ask("GET", "/readyz")[0] == 503
         status, answer = server.predict(raw_samples(folder))
         assert (status, "have not been applied yet" in answer["error"]) == (503, True), answer
@@ -565,7 +555,7 @@ def test_a_target_that_fails_only_delays_versions(tmp_path: Path) -> None:
         shown = f"redis://***@127.0.0.1:{redis.port}/0"
         assert f"{shown} cannot be reached" in health["problem"]
         assert "hush" not in str([health, server.ask("GET", "/metrics")])
-        assert server.ask("GET", "/health")[0] == 200
+        assert server.ask("GET", "/readyz")[0] == 200
         assert server.metrics()["cowrec_following"] == 0
         answers_as(server, folder, "longer", version)
         redis.start()
@@ -623,14 +613,6 @@ def test_a_version_of_another_model_is_refused(tmp_path: Path) -> None:
         assert "table 'street'" in server.wait_for("status", "degraded")["problem"]
         assert server.metrics()["cowrec_deltas_refused_total"] >= 1
         answers_as(server, folder, "longer", version)
-        publisher.close()
-        # A name that JSON can express, and text cannot.
-        change = Change(10, None, whole.tables, {"x" * 12_000: np.zeros(1, np.float32)})
-        named = Blob(9, 8, "full", "x", 0.0, change, fingerprint_of(folder))
-        content = encode(named)[HEADER_BYTES:].replace(b"x" * 12_000, rb"\ud800" * 2000)
-        (target / "full-000000000009.cow").write_bytes(MAGIC + hashlib.sha256(content).digest() + content)
-        wait_for(lambda: r"\ud800" in server.health()["problem"])
-        assert server.ask("GET", "/readyz")[0] == server.ask("GET", "/metrics")[0] == 200
 
 
 def test_a_target_that_hangs_is_reported_and_abandoned(tmp_path: Path, monkeypatch: Any) -> None:
