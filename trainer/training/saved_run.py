@@ -27,7 +27,7 @@ from ..config.run import RunConfig, load_config, with_values
 from ..measures.quality import measure_tasks
 from ..measures.segments import Segments
 from ..runs.checkpoint import Progress
-from ..runs.own_code import load_code, require_not_imported, warn_if_changed
+from ..runs.own_code import load_code, warn_if_changed
 from ..runs.remote_run import local_copy, local_data
 from ..runs.run_dir import CHECKPOINTS, CONFIG, JOURNAL, require_same_ids
 from ..runtime.environment import launched_rank, launched_world_size
@@ -171,11 +171,8 @@ def trained_state(
     return state, state.load_weights(run_dir / CHECKPOINTS, checkpoint)
 
 
-def run_of(run_dir: Path, *, by_its_code: bool = True) -> tuple[RunConfig, Schema]:
+def run_of(run_dir: Path) -> tuple[RunConfig, Schema]:
     """Loads a run's configuration, as it works on this machine, and its data schema.
-
-    Args:
-        by_its_code: refuse a network or loss that this process has imported from another file.
 
     Raises:
         ValueError: the folder is not a run, or its own network or loss cannot be imported.
@@ -183,8 +180,6 @@ def run_of(run_dir: Path, *, by_its_code: bool = True) -> tuple[RunConfig, Schem
     if not (run_dir / CONFIG).is_file():
         raise UserError(f"{run_dir} is not a run: it has no {CONFIG}; pass the --run-dir of a cowrec train")
     code = load_code(run_dir)
-    if by_its_code:
-        require_not_imported(code, run_dir)
     config = load_config(run_dir / CONFIG)
     warn_if_changed(code, run_dir)
     return config if torch.cuda.is_available() else _without_cuda(config), Schema.load(run_dir)
@@ -239,7 +234,7 @@ def warm_start(state: TrainState, *, timed: bool) -> None:
     """
     config, schema, process = state.plan.config, state.plan.schema, state.plan.process
     source = local_copy(config.train.warm_start, "run")
-    earlier_config, earlier = run_of(source, by_its_code=False)  # of a network that may have changed in words
+    earlier_config, earlier = run_of(source)
     _require_same_fields(source, earlier, schema)
     # The precision is the process's, and stays that of this run.
     train, sharding = {"precision": config.train.precision}, {"memory": config.sharding.memory}
