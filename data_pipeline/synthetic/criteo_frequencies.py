@@ -1,4 +1,4 @@
-"""Criteo's fields: their sizes, and the frequencies of ids, fitted to real rows by scripts/fit_criteo_ids.py.
+"""Criteo's fields: their sizes, and the frequencies of ids, fitted to real rows by scripts/research/fit_criteo_ids.py.
 
 A field is a list of classes (number of ids, share of the field's lookups) by decreasing frequency; the ids of a class
 are equally frequent. 80,000 draws repeat ids as often as 80,000 real rows do; 45.8 million draws see as many distinct

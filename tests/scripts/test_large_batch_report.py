@@ -1,4 +1,4 @@
-"""`scripts/large_batch/report.py` on lines as today's sweeps write them, without the AUC of training samples."""
+"""The report of the large-batch study on lines as today's sweeps write them, without the AUC of training samples."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 
-from scripts.large_batch import report
+from scripts.research.large_batch import report
 
 STUDY = Path(__file__).resolve().parents[2] / "results" / "amd_epyc_2_cores" / "large_batch"
 

@@ -1,6 +1,6 @@
 """How start, steps, evaluation, checkpoint and resuming of a run grow with the rows of its tables.
 
-    python -m scripts.scaling.growth --output results/HARDWARE/growth.jsonl
+    python -m scripts.research.scaling.growth --output results/HARDWARE/growth.jsonl
 
 The data are synthetic, in Criteo's shape, with a tenth of its ids, all, and ten times as many ("sgd"). Each case
 trains in one process, and resumes in a second one. DeepFM with embeddings of width 3, so that a row has four columns:
@@ -78,7 +78,15 @@ def _case(folder: Path, optimizer: str, scale: float, output: Path) -> list[dict
     save_config(with_defaults(config, BATCH * STEPS), folder / "run.toml")
     phases: dict[str, Any] = {}
     for _ in ("from the beginning", "resumed"):
-        child = [sys.executable, "-m", "scripts.scaling.growth", "--output", str(output), "--phases", str(folder)]
+        child = [
+            sys.executable,
+            "-m",
+            "scripts.research.scaling.growth",
+            "--output",
+            str(output),
+            "--phases",
+            str(folder),
+        ]
         subprocess.run(child, check=True)
         phases |= json.loads((folder / "phases.json").read_text())
     rows = sum(field.num_embeddings for field in Schema.load(data).sparse)

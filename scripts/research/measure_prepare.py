@@ -1,7 +1,7 @@
 """Measurement of `prepare` on raw files in Criteo's layout, and of the reader on the result; JSON lines.
 
     python scripts/make_raw_criteo.py --rows 45840617 --output train.txt
-    python scripts/measure_prepare.py train.txt --folder /scratch --output prepare.jsonl
+    python scripts/research/measure_prepare.py train.txt --folder /scratch --output prepare.jsonl
 
 Each measurement runs in its own process and includes its peak memory. `prepare` writes to a temporary folder in
 `--folder`. The reader yields shuffled training batches for `--seconds` or one epoch; loading a resident data set is not

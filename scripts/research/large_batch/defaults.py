@@ -1,12 +1,12 @@
 """What the defaults of `cowrec train` reach on untuned data, beside plain PyTorch and tuned values.
 
-    python scripts/large_batch/defaults.py --data DATA/criteo_80k,DATA/ml1m --output results/HARDWARE/defaults.jsonl
+    python scripts/research/large_batch/defaults.py --data DATA/criteo_80k,DATA/ml1m --output results/HARDWARE/defaults.jsonl
 
 Each line is a run of three epochs: AUC and logloss of the test split after each; of the defaults, which depend on the
 number of epochs, three runs. All train on nine tenths of the training split; the last tenth chooses the tuned values,
 for each number of epochs by itself. A run that has a line is not repeated. `--table` prints the file as a table.
 
-    python scripts/large_batch/defaults.py --rates 2e-3,1e-3,5e-4,1.25e-4 --decays none,linear --sizes 8192,65536 \
+    python scripts/research/large_batch/defaults.py --rates 2e-3,1e-3,5e-4,1.25e-4 --decays none,linear --sizes 8192,65536 \
         --epochs 2 --data DATA/days_4m,... --output results/HARDWARE/defaults_rates.jsonl
 
 compares the defaults, for runs of so many epochs, with values of `embedding_lr` and `lr_decay`, and with the peers:

@@ -1,5 +1,7 @@
 """Plots and tables of the large-batch study, from the results of `study.py`.
 
+    python scripts/research/large_batch/report.py runs/large_batch
+
 Writes rules.png (quality against the batch size), by_epoch.png (ten epochs), by_id_counts.png (groups of samples) and
 tables.md into the folder.
 """

@@ -1,6 +1,6 @@
 """Ways to keep ten epochs from overfitting at 128 times the batch, in plain PyTorch with dense Adam and without a clip.
 
-    python scripts/large_batch/regularisers.py --data DATA/criteo --config TUNED.toml -o FILE.jsonl
+    python scripts/research/large_batch/regularisers.py --data DATA/criteo --config TUNED.toml -o FILE.jsonl
 
 Base values are those of the TOML file, scaled by `half_life`. Each run appends a line with AUC and logloss of the test
 split after each epoch; a run that has one is not repeated. Fields of several ids are left out.

@@ -1,5 +1,7 @@
 """The large-batch study: tunes each bed's base values, then sweeps batch sizes, scaling rules and clips over them.
 
+    python scripts/research/large_batch/study.py --data data --output runs/large_batch
+
 A bed is a data set with a base batch size; the commands that make the data sets are at the top of the beds' TOML files.
 Every part is a call of `cowrec tune` or `cowrec sweep`, printed before it starts, and resumable like these: the same
 command continues an interrupted study, and a run that has a result is not repeated.

@@ -1,6 +1,6 @@
 """Writes MovieLens-1M with histories, for the study of large batches: the last movies that a user liked before each.
 
-    python scripts/large_batch/movielens_histories.py --input ml1m_labelled.csv.xz --users 0.25 \
+    python scripts/research/large_batch/movielens_histories.py --input ml1m_labelled.csv.xz --users 0.25 \
         --output DATA/ml_histories
 
 The file has no times. Each user's ratings are put into an order drawn by the seed, which stands in for that of time; a

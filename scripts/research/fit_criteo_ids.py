@@ -1,6 +1,6 @@
 """Fits the frequencies of Criteo's ids to a sample of rows; writes data_pipeline/synthetic/criteo_frequencies.py.
 
-    python scripts/fit_criteo_ids.py SAMPLE     # the first rows of train.txt or dac_sample, plain or compressed
+    python scripts/research/fit_criteo_ids.py SAMPLE     # the first rows of train.txt or dac_sample, plain or compressed
 
 Each id in more than 1 of 2^5 rows is a class of its own. Ids in more than 1 of 2^11 rows are grouped by count, one
 class per halving. The remaining lookups of a field are distributed over classes of frequency 2^-(k + 1/2),
@@ -27,7 +27,7 @@ from cowrec.data_pipeline import PrepareConfig, prepare
 from cowrec.data_pipeline.encoding.vocabulary import Vocabulary
 from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_SIZES
 
-OUTPUT = Path(__file__).parents[1] / "data_pipeline" / "synthetic" / "criteo_frequencies.py"
+OUTPUT = Path(__file__).parents[2] / "data_pipeline" / "synthetic" / "criteo_frequencies.py"
 CRITEO_ROWS = 45_840_617
 SINGLE_CLASSES, KNOWN_CLASSES, CLASSES = 5, 11, 27
 COUNT_EDGES = (1, 2, 3, 5, 9, 17, 28)
@@ -35,7 +35,7 @@ COUNT_ERROR, SIZE_ERROR = 0.01, 0.002
 """Relative errors with the weight of one standard deviation, in addition to the error of the sample."""
 SMOOTHNESS = 3.0
 
-HEADER = '''"""Frequencies of the ids in Criteo's 26 fields, fitted to real rows by scripts/fit_criteo_ids.py.
+HEADER = '''"""Frequencies of the ids in Criteo's 26 fields, fitted to real rows by scripts/research/fit_criteo_ids.py.
 
 A field is a list of classes (number of ids, share of the field's lookups) by decreasing frequency; the ids of a class
 are equally frequent. 80,000 draws repeat ids as often as 80,000 real rows do; 45.8 million draws see as many distinct

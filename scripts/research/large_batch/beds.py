@@ -1,6 +1,6 @@
 """Writes synthetic data sets of few, frequent ids, for the study of the defaults: 17 fields, 29,000 ids, 10 % positive.
 
-    python scripts/large_batch/beds.py --kind days --rows 4M --output DATA/days_4m
+    python scripts/research/large_batch/beds.py --kind days --rows 4M --output DATA/days_4m
 
 What the kinds differ in: `pairs` have strong effects of pairs of ids (deviation 0.04 for each of 136 pairs, effects of
 ids 0.12), `ids` hardly any (0.012), and both drift (by 0.6 and 1 radian from the first to the last sample). In `days`,
