@@ -122,7 +122,9 @@ def online(
 
 @app.command()
 def plot(
-    runs: Annotated[list[str], typer.Argument(help="Folders of runs, finished or not; paths or s3://BUCKET/RUN.")],
+    runs: Annotated[
+        list[str], typer.Argument(help="Folders of runs, finished or not, and of baselines; paths or s3://BUCKET/RUN.")
+    ],
     output: Annotated[Path, output_flag("PNG, SVG or PDF file to write.")] = Path("runs.png"),
 ) -> None:
     """Draws the curves of one or several runs in one figure, and prints a table of their quality.
@@ -135,7 +137,7 @@ def plot(
     """
     from cowrec.files import require_target
 
-    from ..reports.run_curves import FORMATS, RunCurves, curves_table, plot_runs
+    from ..reports.run_curves import FORMATS, RunCurves, curves_table, plot_runs, read_baselines
     from ..runs.remote_run import local_copy
     from ..runs.run_dir import METRICS
 
@@ -145,5 +147,11 @@ def plot(
     names = [Path(run).name or Path(run).resolve().name for run in runs]
     labels = [name if names.count(name) == 1 else run for name, run in zip(names, runs, strict=True)]
     folders = [local_copy(run, "run", copied=lambda name: name.startswith(METRICS)) for run in runs]
-    curves = [RunCurves.read(label, each / METRICS) for label, each in zip(labels, folders, strict=True)]
-    print(f"{curves_table(curves)}\n\nplot: {plot_runs(curves, output)}")
+    of_folders = [read_baselines(each / METRICS) for each in folders]
+    baselines = [line for lines in of_folders for line in lines]
+    curves = [
+        RunCurves.read(label, each / METRICS)
+        for label, each, lines in zip(labels, folders, of_folders, strict=True)
+        if not lines
+    ]
+    print(f"{curves_table(curves, baselines)}\n\nplot: {plot_runs(curves, output, baselines)}")

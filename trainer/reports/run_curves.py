@@ -1,5 +1,6 @@
 """The curves of runs, from the metrics that they write while they train, as a table and a plot."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,12 +45,7 @@ class RunCurves:
         Raises:
             ValueError: the run has no metrics yet, or they are damaged.
         """
-        try:
-            lines = [json.loads(line) for line in read_lines(metrics)]
-        except FileNotFoundError:
-            raise UserError(f"{metrics} does not exist; pass the --run-dir of a cowrec train") from None
-        except ValueError as error:
-            raise UserError(f"{metrics} is damaged: {error}") from None
+        lines = _lines(metrics)
         of_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "test", "clip")}
         if not of_kind["train"]:
             raise UserError(f"{metrics} has no training step yet; wait for the run's first metrics")
@@ -78,8 +74,29 @@ class RunCurves:
         return found
 
 
-def curves_table(runs: Sequence[RunCurves]) -> str:
-    """AUC and logloss of each run after its last epoch, and the best of any with its epoch, a line each."""
+def read_baselines(metrics: Path) -> list[dict[str, Any]]:
+    """Reads what ``cowrec baseline`` wrote in place of a run's metrics, a line for each model; of a run nothing.
+
+    Raises:
+        ValueError: the file does not exist, or is damaged.
+    """
+    return [line for line in _lines(metrics) if line["kind"] == "baseline"]
+
+
+def _lines(metrics: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in read_lines(metrics)]
+    except FileNotFoundError:
+        raise UserError(f"{metrics} does not exist; pass the --run-dir of a cowrec train") from None
+    except ValueError as error:
+        raise UserError(f"{metrics} is damaged: {error}") from None
+
+
+def curves_table(runs: Sequence[RunCurves], baselines: Sequence[dict[str, Any]] = ()) -> str:
+    """AUC and logloss of each run after its last epoch, and the best of any with its epoch, a line each.
+
+    Lines of baselines, which :func:`read_baselines` returns, follow the runs.
+    """
     rows = [["run", "epochs", "last AUC", "best (epoch)", "last logloss", "best (epoch)", "calibration", "samples/s"]]
     for run in runs:
         of_epochs = [run.by_epoch(key) for key in ("auc", "logloss", "calibration")]
@@ -100,11 +117,17 @@ def curves_table(runs: Sequence[RunCurves]) -> str:
                 number_text(float(np.median(speed)) if len(speed) else nan, ",.0f"),
             ]
         )
+    for line in baselines:
+        of_test = [number_text(line.get(key)) for key in ("auc", "logloss", "calibration")]
+        rows.append([line["model"], "-", of_test[0], "-", of_test[1], "-", of_test[2], "-"])
     return aligned(rows)
 
 
-def plot_runs(runs: Sequence[RunCurves], path: Path) -> Path:
-    """Draws the runs in one figure, a colour each: loss, quality, learning rates, speed, calibration, and the clip."""
+def plot_runs(runs: Sequence[RunCurves], path: Path, baselines: Sequence[dict[str, Any]] = ()) -> Path:
+    """Draws the runs in one figure, a colour each: loss, quality, learning rates, speed, calibration, and the clip.
+
+    AUC and logloss of baselines are horizontal lines.
+    """
     figure, axes = plt.subplots(2, 4, figsize=(19, 8), layout="constrained")
     losses, auc, logloss, shares, rates, speeds, calibration, limits = axes.flat
     unit = "epoch" if all(run.epochs for run in runs) else "step"
@@ -131,6 +154,9 @@ def plot_runs(runs: Sequence[RunCurves], path: Path) -> Path:
         bins = next((line["calibration_bins"] for line in reversed(run.epochs) if "calibration_bins" in line), None)
         if bins:
             calibration.plot(bins["prediction"], bins["ctr"], color=color, marker="o", ms=4, lw=1)
+    for line, style in zip(baselines, itertools.cycle(("--", "-.", ":"))):
+        auc.axhline(line["auc"], color="gray", ls=style, label=line["model"])
+        logloss.axhline(line["logloss"], color="gray", ls=style)
     for axis in (auc, logloss):
         axis.set_xlim(0.5, max([1, *(each["epoch"] + 1 for run in runs for each in run.epochs)]) + 0.5)
     losses.set(title="training loss", xlabel=unit)
@@ -148,7 +174,7 @@ def plot_runs(runs: Sequence[RunCurves], path: Path) -> Path:
     limits.axhline(1, color="gray", ls=":", zorder=0)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+    figure.legend(loc="outside upper center", ncols=min(len(runs) + len(baselines), 4), frameon=False)
     with naming_full_disk(path):
         figure.savefig(path, dpi=110)
     plt.close(figure)
