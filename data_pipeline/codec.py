@@ -34,7 +34,8 @@ from .json_lines import canonical_values, long_texts, parsed_lines, require_colu
 from .raw.columns import SampleColumns
 from .raw.kinds import RawType, read_fields
 from .raw.layouts import Layout, RawField, RawLabel
-from .raw.parsing import Parsed, unreadable_rows
+from .raw.parsing import Parsed
+from .raw.validity import unreadable_rows
 
 if TYPE_CHECKING:
     from .dataset.batch import Batch

@@ -14,9 +14,9 @@ import pyarrow as pa
 from cowrec.errors import UserError
 
 from ..raw.inputs import Source, find_inputs, partition_of
-from ..raw.parsing import require_offsets
 from ..raw.reading import look, naming_file, open_groups
 from ..raw.text import BYTE_ORDER_MARK, RawText
+from ..raw.validity import require_offsets
 from ..raw.values import LOOKS_MISSING, NUMBER_PATTERN, as_id_text, plain_array
 from .names import ID_NAME, LABEL_NAMES, TIME_NAME
 

@@ -32,10 +32,11 @@ from ..encoding.encoder import Encoder
 from ..encoding.numbers import NumberStatistics, ValueCounts, bucket_ids, count_bounded, fitted
 from ..encoding.vocabulary import Vocabulary, VocabularyCounter, counted_values
 from ..parallel import ordered_map
+from ..raw.bad_rows import BadRow, BadRowLedger
 from ..raw.columns import NEGATIVE, WEIGHTLESS
 from ..raw.inputs import Block, Partition, Report
 from ..raw.layouts import Layout, RawField, RawLabel
-from ..raw.parsing import BadRow, BadRowLedger, Parsed, parse
+from ..raw.parsing import Parsed, parse
 from ..raw.values import FRACTIONS, LOOKS_MISSING, ROUNDED, marker_numbers
 from .config import PrepareConfig
 from .engines import Engine

@@ -49,9 +49,9 @@ class Position:
         recent: ids of the latest samples; see `RecentIds`.
         counters: totals since the start of the stream. samples: received; of these malformed, duplicates and late
             (dropped or trained on, by the stream's `late`); lost: deleted before they were read (1 if the source
-            cannot count them); bounded: numbers beyond their bound (`encoding.numbers.bound`); forced: returned before the
-            watermark because too many samples waited; flushes: waits longer than `max_wait_seconds`; handed_out:
-            returned in batches; batches.
+            cannot count them); bounded: numbers beyond their bound (`encoding.numbers.bound`); forced: returned
+            before the watermark because too many samples waited; flushes: waits longer than `max_wait_seconds`;
+            handed_out: returned in batches; batches.
     """
 
     partitions: Mapping[str, Any] = field(default_factory=dict)

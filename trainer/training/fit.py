@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cowrec.data_pipeline import InferredSchema, PrepareConfig, Schema, infer_schema, prepare
 from cowrec.data_pipeline.dataset.schema import SAMPLE_NUMBER
 from cowrec.data_pipeline.preparation.config import OnBadRow
-from cowrec.data_pipeline.raw.parsing import SKIP_ADVICE
+from cowrec.data_pipeline.raw.bad_rows import SKIP_ADVICE
 from cowrec.data_pipeline.remote import Place, require_local
 from cowrec.errors import UserError
 

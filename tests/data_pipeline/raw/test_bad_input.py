@@ -93,6 +93,16 @@ def test_line_numbers_are_right_after_skipped_lines(prepared):
     assert (schema.splits["train"].rows, sum(schema.bad_rows.values())) == (2, 5)
 
 
+def test_the_first_bad_row_is_that_of_the_first_file(tmp_path):
+    """Though one of another file, in the same partition, has a smaller number."""
+    texts = [GOOD * 5 + "1,bad,x,a,k:1\n1,2\n", "0" + GOOD[1:] + "1,bad,x,a,k:1\n"]
+    with pytest.raises(ValueError, match=r"raw\.csv, line 6, column price"):
+        prepare_text(tmp_path, SCHEMA, *texts)
+    config = PrepareConfig(test_fraction=0.0, on_bad_row="skip", max_bad_rows=2)
+    with pytest.raises(ValueError, match=r"one of them: .*raw1\.csv, line 2"):
+        prepare_text(tmp_path, SCHEMA, *texts, config=config)
+
+
 def test_line_numbers_are_right_across_blocks(prepared, monkeypatch):
     monkeypatch.setattr("cowrec.data_pipeline.raw.reading.survey.__kwdefaults__", {"block_bytes": 100})
     with pytest.raises(ValueError, match=r"raw\.csv, line 778, column click"):
