@@ -26,8 +26,9 @@ from ..raw.reading import look, survey
 from ..remote import Place, RemoteFolder, is_remote, local_path, require_local
 from .config import DEFAULT_TEST_FRACTION, PrepareConfig, seconds_of
 from .engines import Engine, LocalEngine, dask_engine
-from .passes import FitPlan, WritePlan, fit, prepared_schema, sparse_fields, write_splits
+from .fitting import FitPlan, fit, sparse_fields
 from .splits import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, count_times, iso
+from .writing import WritePlan, prepared_schema, write_splits
 
 logger = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ class BadRowLedger:
         self.by_reason: Counter[str] = Counter()
 
     def add(self, bad: Sequence[BadRow]) -> None:
-        """Adds the bad rows of a partition, in order. Raises ValueError naming the first one, or that above the limit."""
+        """Adds the bad rows of a partition, in order. Raises ValueError naming the first, or that above the limit."""
         if not bad:
             return
         if not self._skip:

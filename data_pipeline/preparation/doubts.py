@@ -1,0 +1,143 @@
+"""What is suspicious about the values of samples: it is counted in each block, and told when a pass ends."""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..dataset.schema import OUT_OF_VOCABULARY, WINDOW_ROWS
+from ..dataset.shards import ShardSize
+from ..encoding.encoder import Encoder
+from ..encoding.numbers import count_bounded
+from ..encoding.vocabulary import Vocabulary
+from ..raw.columns import NEGATIVE, WEIGHTLESS
+from ..raw.layouts import Layout, RawLabel
+from ..raw.parsing import Parsed
+from ..raw.values import FRACTIONS, LOOKS_MISSING, ROUNDED, marker_numbers
+
+logger = logging.getLogger(__name__)
+
+Doubts: TypeAlias = Counter[tuple[str, str]]
+"""Number of values by column (or field) and doubt."""
+
+POINTED, DECIMALS = "pointed", "decimals"
+"""Ids that are whole numbers with ".0", and, beside these in a block, numbers with other decimals."""
+BOUNDED = "bounded"
+"""Numbers that the transform left beyond its bound."""
+UNSEEN, UNLABELLED = "unseen", "unlabelled"
+"""Of samples to predict: ids that the vocabulary lacks, and labels that are missing or wrong."""
+
+MESSAGES = {
+    UNLABELLED: "column {name!r}: {count:,} samples have no valid label; they are predicted, but not evaluated",
+    WEIGHTLESS: "column {name!r}: {count:,} samples have no valid weight; they are predicted, but not evaluated",
+    UNSEEN: "field {name!r}: {count:,} of its ids were not seen in training, or too rarely; they share one row",
+    BOUNDED: (
+        "field {name!r}: {count:,} of its numbers are so far from those that the transform was fitted on, or so large "
+        "without a transform, that they are bounded; one of them could end training otherwise. Correct them, or set "
+        'transform = "quantile"'
+    ),
+    FRACTIONS: (
+        "column {name!r}: {count:,} of its ids are no whole numbers, and became ids like '0.5'. If it holds amounts, "
+        "make it a numeric field; if it holds codes, write it as integers or strings"
+    ),
+    ROUNDED: (
+        "column {name!r}: {count:,} of its ids are floating point numbers too large to be exact, so that different ids "
+        "may have become one; write it as integers or strings"
+    ),
+    POINTED: (
+        "field {name!r}: {count:,} of its ids are whole numbers that are written as '212.0', as pandas writes them "
+        "beside missing ones; 212, in other rows or in a request, is another id. Write the column as integers (pandas: "
+        "astype('Int64')) and prepare again"
+    ),
+}
+
+
+def doubts_of(encoder: Encoder, parsed: Parsed, encoded: pa.Table, layout: Layout) -> Doubts:
+    """Counts what is suspicious about the samples of a block; `encoded` are the columns that the encoder made."""
+    found = parsed.doubts + _pointed(encoder, parsed)
+    found += {(name, BOUNDED): count for name, count in count_bounded(encoder.dense, encoded).items()}
+    if layout.for_prediction:
+        found += _unseen(encoder, encoded)
+        unknown = {each.column: np.isnan(parsed.labels[each.name]) for each in layout.found_labels}
+        found += Counter({(name, UNLABELLED): int(each.sum()) for name, each in unknown.items()})
+    return found
+
+
+def _pointed(encoder: Encoder, parsed: Parsed) -> Doubts:
+    found: Doubts = Counter()
+    for each in (each for each in encoder.sparse if not each.bucketed):
+        text = parsed.ids[each.source] if each.kind == "categorical" else parsed.ids[each.source].flatten()
+        suspects = text.filter(pc.ends_with(text, ".0"))
+        if len(suspects):
+            found[each.name, POINTED] = _matching(suspects, r"^-?[0-9]+\.0$")
+            found[each.name, DECIMALS] = _matching(text, r"^-?[0-9]+\.[0-9]*[1-9]$")
+    return +found
+
+
+def _matching(text: pa.Array, pattern: str) -> int:
+    return int(pc.sum(pc.match_substring_regex(text, pattern)).as_py() or 0)
+
+
+def _unseen(encoder: Encoder, encoded: pa.Table) -> Doubts:
+    """Counts the `UNSEEN` of each field with a vocabulary."""
+    rows = {name: encoded[name].combine_chunks() for name in encoder.vocabularies}
+    flat = {name: each.flatten() if pa.types.is_list(each.type) else each for name, each in rows.items()}
+    return +Counter({(name, UNSEEN): int((each.to_numpy() == OUT_OF_VOCABULARY).sum()) for name, each in flat.items()})
+
+
+def report(doubts: Doubts, layout: Layout) -> None:
+    """Warns of what is suspicious about all samples."""
+    _report_negatives({key: count for key, count in doubts.items() if key[1].startswith(NEGATIVE)})
+    for (name, doubt), count in sorted(doubts.items()):
+        # Ids with decimals are no integers; and ids that are known are written as those of the vocabulary.
+        meant = doubts[name, DECIMALS] or (layout.for_prediction and not doubts[name, UNSEEN])
+        if doubt in MESSAGES and not (doubt == POINTED and meant):
+            logger.warning(MESSAGES[doubt].format(name=name, count=count))
+
+
+def _report_negatives(counts: Mapping[tuple[str, str], int]) -> None:
+    """Warns of several texts of a label, and not only numbers, such as those of a scale, that count as negative."""
+    for name in dict.fromkeys(column for column, _ in counts):
+        texts = {doubt.removeprefix(NEGATIVE): count for (column, doubt), count in counts.items() if column == name}
+        if len(texts) > max(1, len(marker_numbers([*texts]))):
+            logger.warning(
+                "column %r: %d texts count as negative: %s; if one of them is positive or means a missing label, add it"
+                " to `positive` or `null` in the schema file",
+                name, len(texts), ", ".join(f"{text!r} ({count:,} samples)" for text, count in [*texts.items()][:10]),
+            )  # fmt: skip
+
+
+def report_markers(vocabularies: Mapping[str, Vocabulary]) -> None:
+    """Warns of ids that programs write for a missing value."""
+    texts = sorted({form(text) for text in LOOKS_MISSING for form in (str.lower, str.upper, str.title)})
+    for name, vocabulary in vocabularies.items():
+        known = vocabulary.rows(pa.array(texts)) != OUT_OF_VOCABULARY
+        if found := [text for text, is_known in zip(texts, known, strict=True) if is_known]:
+            logger.warning(
+                "field %r has the ids %s; if they mean a missing value, set null = %s in the schema file",
+                name, ", ".join(found), json.dumps(found),
+            )  # fmt: skip
+
+
+def report_order(shards: Sequence[ShardSize], labels: Sequence[RawLabel]) -> None:
+    """Warns of training samples that are sorted by their only label: windows are not mixed with each other.
+
+    The shares of positives differ by more than half of what they do between shards of one class, as no drift does.
+    """
+    rows = np.array([each.rows for each in shards])
+    if len(labels) > 1 or rows.sum() <= WINDOW_ROWS:
+        return
+    shares = np.array([each.positives[0] for each in shards]) / rows
+    mean = np.average(shares, weights=rows)
+    if np.average((shares - mean) ** 2, weights=rows) > mean * (1 - mean) / 4:
+        logger.warning(
+            "label %r: the files seem to be sorted by it: %.3g %% of the training samples are positive, but from %.3g"
+            " to %.3g %% of those in one shard, and training shuffles windows of %s samples only. Shuffle the rows and"
+            " prepare again, or train with data.window_rows = %d, which mixes all of them in memory",
+            labels[0].column, 100 * mean, 100 * shares.min(), 100 * shares.max(), f"{WINDOW_ROWS:,}", rows.sum(),
+        )  # fmt: skip

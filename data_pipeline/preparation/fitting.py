@@ -1,0 +1,197 @@
+"""The pass of `prepare` that fits transforms and vocabularies on the training samples.
+
+Each partition is measured by itself; the statistics are merged in order."""
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pyarrow as pa
+
+from cowrec.errors import UserError
+
+from ..dataset.schema import BUCKET_SUFFIX, RESERVED_ROWS, DenseTransform, Encoding, SparseField, SparseKind
+from ..encoding.encoder import Encoder
+from ..encoding.numbers import NumberStatistics, ValueCounts, bucket_ids, fitted
+from ..encoding.vocabulary import Vocabulary, VocabularyCounter, counted_values
+from ..parallel import ordered_map
+from ..raw.bad_rows import BadRow, BadRowLedger
+from ..raw.inputs import Block, Partition, Report
+from ..raw.layouts import Layout, RawField
+from ..raw.parsing import Parsed, parse
+from .config import PrepareConfig
+from .doubts import report_markers
+from .engines import Engine
+from .splits import TRAIN, SplitRule, TimeOrder
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """Settings of the pass, shared by all partitions."""
+
+    layout: Layout
+    config: PrepareConfig
+    split: SplitRule
+
+
+@dataclass
+class PartitionStatistics:
+    """Statistics of a partition: training samples, also by label and class, their weight, bad rows; of each field."""
+
+    train_samples: int = 0
+    classes: Counter[tuple[str, float]] = field(default_factory=Counter)
+    weight: float = 0.0
+    order: TimeOrder = field(default_factory=TimeOrder)
+    bad: list[BadRow] = field(default_factory=list)
+    numbers: dict[str, NumberStatistics] = field(default_factory=dict)
+    counted: dict[str, pa.Table] = field(default_factory=dict)
+
+
+def fit(
+    engine: Engine, partitions: Sequence[Partition], plan: FitPlan, ledger: BadRowLedger, report: Report
+) -> Encoder:
+    """Fits dense transforms and vocabularies on all partitions.
+
+    Raises:
+        ValueError: a bad row that may not be skipped, or no training sample.
+    """
+    layout, config = plan.layout, plan.config
+    numeric = [each for each in layout.fields if each.kind == "numeric"]
+    sparse = sparse_fields(layout, config)
+    numbers = _statistics(layout, config)
+    counters = {each.vocabulary: VocabularyCounter() for each in sparse if each.encoding == "vocabulary"}
+    total = PartitionStatistics()
+    with closing(engine.map(measure, plan, partitions)) as results:
+        for partition, found in zip(partitions, results, strict=True):
+            ledger.add(found.bad)
+            total.train_samples += found.train_samples
+            total.classes += found.classes
+            total.weight += found.weight
+            total.order.merge(found.order)
+            for name, statistics in found.numbers.items():
+                numbers[name].merge(statistics)
+            for name, counted in found.counted.items():
+                counters[name].add(counted)
+            report(partition.file_bytes)
+    _check_training(total, layout, ledger)
+    total.order.report_dates()
+    if plan.split.kind == "order":
+        total.order.report()
+    dense = tuple(
+        field for each in numeric for field in fitted(each.name, _transform(each, config), numbers[each.name])
+    )
+    by_name = {each.name: each for each in layout.fields}
+
+    def finished(each: SparseField) -> Vocabulary:
+        raw = by_name[each.source]
+        return counters[each.name].finish(raw.min_count or config.min_count, raw.max_ids or config.max_ids)
+
+    counted_fields = [each for each in sparse if each.name in counters]
+    vocabularies = {
+        each.name: vocabulary
+        for each, vocabulary in zip(counted_fields, ordered_map(finished, counted_fields), strict=True)
+    }
+    if layout.name == "tabular":
+        report_markers(vocabularies)
+    return Encoder(dense, tuple(_sized(each, vocabularies, config) for each in sparse), vocabularies)
+
+
+def _check_training(total: PartitionStatistics, layout: Layout, ledger: BadRowLedger) -> None:
+    """Raises ValueError if a model cannot learn from the training samples."""
+    bad = f"; {ledger.by_path.total():,} bad rows were left out" if ledger.by_path else ""
+    if not total.train_samples:
+        raise UserError(
+            f"no training sample: all samples are in other splits or bad rows{bad}; lower test_fraction or"
+            " test_rows, or choose a later test_from"
+        )
+    for label in layout.labels:
+        negative, positive = total.classes[label.name, 0.0], total.classes[label.name, 1.0]
+        if not (negative and positive):
+            raise UserError(
+                f"label {label.column!r}: the training samples are of one class, {positive:,} positive and"
+                f" {negative:,} negative{bad}; nothing can be learned from them. Check the label's column and, in the"
+                " schema file, its positive values or threshold"
+            )
+    if not total.weight:
+        raise UserError(f"column {layout.weight!r}: all {total.train_samples:,} training samples have weight 0")
+
+
+def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionStatistics:
+    """Computes the statistics of one partition."""
+    found = PartitionStatistics(numbers=_statistics(plan.layout, plan.config))
+    counting = [each for each in sparse_fields(plan.layout, plan.config) if each.encoding == "vocabulary"]
+    texts: dict[str, list[pa.Array]] = {each.vocabulary: [] for each in counting}
+    numbers: dict[str, list[np.ndarray]] = {name: [np.zeros(0)] for name in found.numbers}
+    for block in blocks:
+        parsed = parse(block, plan.layout)
+        splits = plan.split.split_of(parsed)
+        train = splits == TRAIN
+        found.order.add(parsed.time, splits)
+        found.bad += parsed.bad
+        found.train_samples += int(train.sum())
+        found.weight += float(
+            train.sum() if parsed.sample_weights is None else parsed.sample_weights[train].sum(dtype=np.float64)
+        )
+        for name, label in parsed.labels.items():
+            found.classes += Counter({(name, cls): int((label[train] == cls).sum()) for cls in (0.0, 1.0)})
+        fitted_on = train if plan.config.fit_on == "train" else np.ones_like(train)
+        for name, values in parsed.numbers.items():
+            numbers[name].append(values[fitted_on])
+        for each in counting:
+            texts[each.vocabulary].append(_training_ids(each, parsed, pa.array(train)))
+    for name, parts in numbers.items():
+        found.numbers[name].add(np.concatenate(parts))
+    found.counted = {name: counted_values(pa.chunked_array(text)) for name, text in texts.items()}
+    return found
+
+
+def sparse_fields(layout: Layout, config: PrepareConfig) -> list[SparseField]:
+    """Returns the sparse fields of a layout in order, before their tables are sized; buckets of numbers come first."""
+    numeric = [each for each in layout.fields if each.kind == "numeric"]
+    fields = [_sparse(each, "categorical", config) for each in numeric if _transform(each, config) == "buckets"]
+    return fields + [_sparse(each, each.kind, config) for each in layout.fields if each.kind != "numeric"]
+
+
+def _transform(raw: RawField, config: PrepareConfig) -> DenseTransform:
+    return raw.transform or config.dense
+
+
+def _statistics(layout: Layout, config: PrepareConfig) -> dict[str, NumberStatistics]:
+    return {
+        each.name: NumberStatistics(counts=ValueCounts() if _transform(each, config) == "quantile" else None)
+        for each in layout.fields
+        if each.kind == "numeric"
+    }
+
+
+def _sparse(raw: RawField, kind: SparseKind, config: PrepareConfig) -> SparseField:
+    config.check_vocabulary(f"field {raw.name!r}: ", 0, raw.max_ids)
+    bucketed = raw.kind == "numeric"
+    encoding: Encoding = "hash" if config.hash_buckets else "raw" if config.raw_ids else "vocabulary"
+    return SparseField(
+        raw.name + BUCKET_SUFFIX if bucketed else raw.name,
+        RESERVED_ROWS,
+        kind,
+        pooling=raw.pooling or "sum",
+        encoding=encoding,
+        source=raw.name,
+        bucketed=bucketed,
+        max_length=raw.max_length,
+        shares=raw.shares,
+        along=raw.along,
+    )
+
+
+def _sized(each: SparseField, vocabularies: dict[str, Vocabulary], config: PrepareConfig) -> SparseField:
+    if each.encoding == "raw":
+        return replace(each, num_embeddings=0)
+    ids = config.hash_buckets if each.encoding == "hash" else len(vocabularies[each.vocabulary])
+    return replace(each, num_embeddings=ids + RESERVED_ROWS)
+
+
+def _training_ids(each: SparseField, parsed: Parsed, mask: pa.Array) -> pa.Array:
+    text = bucket_ids(parsed.numbers[each.source]) if each.bucketed else parsed.ids[each.source]
+    text = text.filter(mask)
+    return text if each.kind == "categorical" else text.flatten()
