@@ -15,7 +15,7 @@ from cowrec.data_pipeline import SynthesizeConfig, synthesize
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.reports.text_table import aligned
-from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.trainer import train
 
 CONFIG = Path(__file__).resolve().parents[1] / "trainer" / "configs" / "demo.toml"
 SUMMARY, PLOT, MARKER = "summary.json", "demo.png", ".demo"

@@ -14,7 +14,7 @@ DOCUMENTS = sorted(
 )
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./*-]+)`")
-# A step of a walk in docs/architecture.md: `trainer/training/loop.py` `train`, `_Run.train_epoch`
+# A step of a walk in docs/architecture.md: `trainer/training/trainer.py` `train`, `Trainer.train_epoch`
 STEP = re.compile(r"^\| `([\w/]+\.py)` \| ((?:`[\w.]+`(?:, )?)+) \|", re.MULTILINE)
 # The heading of a walk: ## A batch: from Parquet to the loss (12 files)
 WALK = re.compile(r"^## .* \((\d+) files\)\n((?:(?!## ).*\n)*)", re.MULTILINE)

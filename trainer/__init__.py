@@ -1,4 +1,4 @@
-"""Configuration, sharded models, the training loops, checkpoints, publishing, serving and the command line.
+"""Configuration, sharded models, training, checkpoints, publishing, serving and the command line.
 
 The names below are the interface for Python; each is what the command of its name does. They are imported on first use
 and print nothing but warnings; ``show_log()`` shows what the commands show. ``cowrec.data_pipeline.prepare`` makes data
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from .export.export import export_run as export_model
     from .runtime.environment import __version__, show_log
     from .training.fit import FittedModel, fit
-    from .training.loop import train
     from .training.saved_run import evaluate_run as evaluate
     from .training.saved_run import predict_run as predict
+    from .training.trainer import train
 
 _ORIGIN = {
     "FittedModel": ".training.fit",
@@ -30,7 +30,7 @@ _ORIGIN = {
     "predict": ".training.saved_run:predict_run",
     "save_config": ".config.run",
     "show_log": ".runtime.environment",
-    "train": ".training.loop",
+    "train": ".training.trainer",
 }
 
 __all__ = [

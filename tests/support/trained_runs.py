@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from cowrec.trainer.config.run import load_config
-from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import predict_run
+from cowrec.trainer.training.trainer import train
 from trainer_cases import COLUMNS, config_file, make_data
 
 

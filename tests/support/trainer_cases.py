@@ -159,7 +159,7 @@ def interrupted(run_dir: Path, at: int, copy: Path) -> Path:
 def train_case(case: dict[str, Any]) -> str:
     """Trains one case; returns "ok", or the message of its ValueError."""
     from cowrec.trainer.config.run import load_config
-    from cowrec.trainer.training.loop import train
+    from cowrec.trainer.training.trainer import train
 
     try:
         config = load_config(Path(case["config"]), case["set"])

@@ -67,7 +67,7 @@ def train(
     Several GPUs: `torchrun --nproc-per-node 8 -m cowrec.trainer train CONFIG.toml --data DIR --run-dir RUN`
     """
     from ..reports.text_table import speed_text
-    from ..training.loop import train as run
+    from ..training.trainer import train as run
 
     loaded, data_dir = load_run(config, overrides, data)
     folder = run_dir or str(new_run_dir(config, resume))

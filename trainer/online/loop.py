@@ -46,8 +46,9 @@ from ..runtime.stopping import StopRequest, stop_requests
 from ..sharded_model.build import has_batch_norm
 from ..sharded_model.check_run import check_run
 from ..sharded_model.run_plan import RunPlan, Schedule
+from ..training.active_run import ActiveRun, require_run_dir
 from ..training.dataloading import even_slice
-from ..training.loop import Trainer, require_run_dir
+from ..training.report import settings_summary, shared_report
 from ..training.saved_run import warm_start
 from .measurements import WINDOW_FILE, Measurements, metrics_endpoint
 from .publication import Due, OnlinePublication
@@ -74,7 +75,7 @@ def online(
         data_dir: prepared data set whose fields, scales and vocabularies decode the samples.
         source: of samples, as :func:`open_source` takes it.
         publish: target of publications, as :func:`open_target` takes it.
-        run_dir, resume: as of :func:`cowrec.trainer.training.loop.train`, but a local folder.
+        run_dir, resume: as of :func:`cowrec.trainer.training.trainer.train`, but a local folder.
 
     Raises:
         ValueError: a setting, data set, source or target does not work.
@@ -90,19 +91,19 @@ def online(
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         check_run(config, schema, process, stream=True)
         require_run_dir(run_dir, config, process, resume)
-        run = _OnlineRun(config, RunPlace(run_dir, resume=resume), process)
-        on_first(process, lambda: run.open_source(source))
-        with run.trainer.running(resume):
-            run.say(run.summary(source))
-            run.warn_of_vocabularies()
-            run.warn_of_unused()
-            report = run.follow(publish, resume)
+        trainer = _OnlineTrainer(config, RunPlace(run_dir, resume=resume), process)
+        on_first(process, lambda: trainer.open_source(source))
+        with trainer.run.running(resume):
+            trainer.say(trainer.summary(source))
+            trainer.warn_of_vocabularies()
+            trainer.warn_of_unused()
+            report = trainer.follow(publish, resume)
             on_first(process, lambda: write_json(run_dir / REPORT, report))
         return report
 
 
-class _OnlineRun:
-    """A run over a stream: its trainer, its measurements, its publication, and the checkpoints to resume it from."""
+class _OnlineTrainer:
+    """Trains a run on a stream: its measurements, its publication, and the checkpoints to resume it from."""
 
     def __init__(self, config: RunConfig, place: RunPlace, process: Process) -> None:
         self.config, self.run_dir, self.process = config, place.folder, process
@@ -110,9 +111,9 @@ class _OnlineRun:
         self.codec.require_trainable()
         plan = RunPlan.of(config, self.codec.schema, process, schedule=Schedule())
         # A batch is not taken before the one before it was trained on, which would postpone its predictions.
-        self.trainer = Trainer(plan, place, config.online.on_nonfinite, reads_ahead=False)
-        self.state, self.say = self.trainer.state, self.trainer.say
-        self.measured = Measurements(self.trainer)
+        self.run = ActiveRun(plan, place, config.online.on_nonfinite, reads_ahead=False)
+        self.state, self.say = self.run.state, self.run.say
+        self.measured = Measurements(self.run)
         self.source: SampleSource | None = None
         self.stream: SampleStream | None = None
         """On the first process, which alone reads."""
@@ -129,7 +130,7 @@ class _OnlineRun:
     def follow(self, publish: str | None, resume: bool) -> dict[str, Any]:
         """Runs from the first sample, or from the newest checkpoint, to the end of the stream."""
         position = self.resume() if resume else None
-        if self.config.train.warm_start and not self.trainer.steps:
+        if self.config.train.warm_start and not self.run.steps:
             warm_start(self.state, timed=True)
         with ExitStack() as opened:
             on_first(self.process, lambda: self.open_stream(position, opened))
@@ -137,12 +138,12 @@ class _OnlineRun:
                 publication = OnlinePublication(publish, self.state, self.run_dir)
                 self.publication = opened.enter_context(closing(publication))
             on_first(self.process, lambda: self.serve_metrics(opened))
-            log = opened.enter_context(self.trainer.open_log(self.config.online.metrics_file_bytes, may_drop=True))
+            log = opened.enter_context(self.run.open_log(self.config.online.metrics_file_bytes, may_drop=True))
             stop = opened.enter_context(stop_requests(self.process))
             self.train(log, stop)
             self._saved_step = 0  # a snapshot of this step has the window open that is closed now
             self.save()
-            self.trainer.checkpoints.finish()
+            self.run.checkpoints.finish()
         return self.report()
 
     def train(self, log: MetricsLog, stop: StopRequest) -> None:
@@ -155,7 +156,7 @@ class _OnlineRun:
             self.measured.reading_seconds = turns.seconds
             if turn.batch is not None:
                 self.step(turn, turn.batch, turns, log)
-                if self.trainer.steps == 1 or self.trainer.steps % self.config.train.log_every == 0:
+                if self.run.steps == 1 or self.run.steps % self.config.train.log_every == 0:
                     self.measured.write(log, self.stream)
             self.publish(turn.publishes)
             self.measured.write_stream(log, self.stream)
@@ -163,7 +164,7 @@ class _OnlineRun:
                 self.save()
             if stop.agreed():
                 self.save()
-                raise self.trainer.interrupted()
+                raise self.run.interrupted()
             ended = turn.ends
         self.measured.finish(log, self.stream)
 
@@ -179,7 +180,7 @@ class _OnlineRun:
         """
         started = time.perf_counter()
         translated = self.state.ids.training(batch)
-        step = self.trainer.step(iter((translated,)))
+        step = self.run.step(iter((translated,)))
         logits = turns.logits(step.logits)
         if step.set_aside:
             if turn.arrived:
@@ -198,8 +199,8 @@ class _OnlineRun:
         except OSError as error:
             kept = f"its samples could not be saved: {error}"
         batch, samples = arrived.end.counters["batches"], len(logits)
-        log.write("set_aside", self.trainer.steps, batch=batch, samples=samples, reason=reason)
-        self.trainer.warn(
+        log.write("set_aside", self.run.steps, batch=batch, samples=samples, reason=reason)
+        self.run.warn(
             f"warning: batch {batch} ({samples:,} samples) is set aside, as it would make the model non-finite:"
             f" {reason}; {kept}"
         )
@@ -209,10 +210,10 @@ class _OnlineRun:
 
         The position is the first process's.
         """
-        progress = self.trainer.resume()
+        progress = self.run.resume()
         if progress is None:
             return None
-        path = self.trainer.checkpoints.latest
+        path = self.run.checkpoints.latest
         assert path is not None
         self._saved_step = progress.step
         self.measured.resume(progress.samples, progress.seconds)
@@ -236,34 +237,34 @@ class _OnlineRun:
 
     def save(self) -> None:
         """Saves a checkpoint from which the stream can be continued, unless the last one is of this step."""
-        trainer, measured, stream = self.trainer, self.measured, self.stream
-        if trainer.steps == self._saved_step:
+        run, measured, stream = self.run, self.measured, self.stream
+        if run.steps == self._saved_step:
             return
-        trainer.require_finite()
+        run.require_finite()
         files = partial(_write_files, stream.position, measured.quality.frozen()) if stream else None
-        trainer.save(files, samples=measured.samples, seconds=measured.trained_seconds)
-        self._saved_step, self._saved_at = trainer.steps, time.monotonic()
+        run.save(files, samples=measured.samples, seconds=measured.trained_seconds)
+        self._saved_step, self._saved_at = run.steps, time.monotonic()
         if stream:
             self._first_entries[checkpoint_name(self._saved_step)] = stream.position.entry
             self._trim_journal(stream)
 
     def _trim_journal(self, stream: SampleStream) -> None:
         """Removes what no checkpoint needs any more; if the disk is full, after a later snapshot."""
-        kept = list_checkpoints(self.trainer.checkpoints.folder)
+        kept = list_checkpoints(self.run.checkpoints.folder)
         oldest = min((self._first_entries[each.name] for each in kept), default=0)
         if oldest > self._journal_begin:
             try:
                 stream.trim(Position(entry=oldest))
             except OSError as error:
-                self.trainer.warn(f"warning: {JOURNAL} is shortened after a later snapshot only: {error}")
+                self.run.warn(f"warning: {JOURNAL} is shortened after a later snapshot only: {error}")
             else:
                 self._journal_begin = oldest
 
     def publish(self, due: Due) -> None:
         """Publishes what is due, after checking that the losses were finite."""
         if self.publication and due:
-            self.trainer.require_finite()
-            self.publication.publish(due, self.trainer.steps, self.measured.newest_time or None)
+            self.run.require_finite()
+            self.publication.publish(due, self.run.steps, self.measured.newest_time or None)
 
     def open_stream(self, position: Position | None, opened: ExitStack) -> None:
         """Opens the stream at a position, at its beginning if None; on the first process."""
@@ -299,17 +300,17 @@ class _OnlineRun:
         shared = {
             "world_size": self.process.world_size,
             "id_tables": id_tables,
-            "batches_set_aside": self.trainer.set_aside,
-            **self.trainer.report(),
+            "batches_set_aside": self.run.set_aside,
+            **shared_report(self.run),
         }
         return from_first(self.process, lambda: {**self.measured.report(self.stream), **shared})
 
     def warn_of_vocabularies(self) -> None:
         """Warns of collisionless tables that no new id can enter."""
-        tables = (each for each in self.trainer.plan.tables if each.ids.kind == "collisionless")
+        tables = (each for each in self.run.plan.tables if each.ids.kind == "collisionless")
         fixed = [field.name for each in tables for field in each.fields if field.encoding == "vocabulary"]
         if fixed:
-            self.trainer.warn(
+            self.run.warn(
                 f"warning: ids of the fields {fixed} that are not in their vocabularies get no rows in their"
                 " collisionless tables; prepare the data set with --raw-ids, so that new ids do"
             )
@@ -328,7 +329,7 @@ class _OnlineRun:
             if (value := getattr(own, name)) != getattr(type(own), name)
         ]
         if unused:
-            self.trainer.warn(
+            self.run.warn(
                 f"warning: without effect on a stream, which has no epochs: {', '.join(unused)};"
                 " online.snapshot_seconds is the time between two checkpoints"
             )
@@ -337,7 +338,7 @@ class _OnlineRun:
         """Describes source and settings, for the terminal."""
         return (
             f"{self.config.model.name} on {self.codec.schema.name}, following {without_credentials(source)}\n"
-            f"batch {self.config.train.batch_size}, {self.trainer.describe_settings()}"
+            f"batch {self.config.train.batch_size}, {settings_summary(self.run)}"
         )
 
 
@@ -433,7 +434,7 @@ class Turns:
 
 
 def _write_files(position: Position, window: pa.Table, folder: Path) -> None:
-    """Writes what a checkpoint has beside the trainer's state."""
+    """Writes what a checkpoint has beside the state of training."""
     position.save(folder)
     feather.write_feather(window, folder / WINDOW_FILE, compression="zstd")
 

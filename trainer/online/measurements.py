@@ -24,7 +24,7 @@ from cowrec.errors import UserError
 from ..config.id_table import seconds
 from ..measures.quality import Samples, measure
 from ..runs.metrics_log import MetricsLog
-from ..training.loop import Trainer
+from ..training.active_run import ActiveRun
 from .publication import OnlinePublication
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ class Measurements:
         quality, windows: of the open window, and of those that were closed since the process started.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, run: ActiveRun) -> None:
+        self._run = run
         self.samples = 0
         self.trained_seconds = self.reading_seconds = self._seconds_before = 0.0
         self.windows = list[WindowQuality]()
-        self.quality = ProgressiveQuality(seconds(trainer.config.online.window, "online.window"))
+        self.quality = ProgressiveQuality(seconds(run.config.online.window, "online.window"))
         self._reported, self._reported_at = dict[str, int](), time.monotonic()
         """What had arrived from the stream at the last report of it."""
 
@@ -110,19 +110,19 @@ class Measurements:
 
     def _write_window(self, log: MetricsLog, window: "WindowQuality") -> None:
         """Logs and prints the quality of a window that is complete."""
-        log.write("window", self._trainer.steps, **asdict(window))
+        log.write("window", self._run.steps, **asdict(window))
         self.windows.append(window)
-        self._trainer.say(str(window))
+        self._run.say(str(window))
 
     def write(self, log: MetricsLog, stream: SampleStream | None) -> None:
         """Writes the metrics since the last call; all processes call together, the first one with the stream."""
-        trainer = self._trainer
-        loss, steps, speed = trainer.checked_loss(), trainer.steps, self.samples_per_second
+        run = self._run
+        loss, steps, speed = run.checked_loss(), run.steps, self.samples_per_second
         values = {"loss": loss, "samples_per_second": speed, "reading_share": self.reading_share}
         log.write("train", steps, **values, samples=self.samples)
         if stream:
-            log.write("stream", steps, **stream.counters, batches_set_aside=trainer.set_aside)
-        trainer.write_statistics(log)
+            log.write("stream", steps, **stream.counters, batches_set_aside=run.set_aside)
+        run.write_statistics(log)
 
     def finish(self, log: MetricsLog, stream: SampleStream | None) -> None:
         """Closes the open window, if it has samples, and writes everything; all processes call together."""
@@ -136,18 +136,18 @@ class Measurements:
 
         Reports are due every `online.report_seconds`, also while nothing is trained on.
         """
-        is_due = even_if_not_due or time.monotonic() - self._reported_at >= self._trainer.config.online.report_seconds
+        is_due = even_if_not_due or time.monotonic() - self._reported_at >= self._run.config.online.report_seconds
         if stream is None or not is_due:
             return
-        counters, trainer = stream.counters, self._trainer
+        counters, run = stream.counters, self._run
         new = {name: value - self._reported.get(name, 0) for name, value in counters.items()}
         self._reported, self._reported_at = counters, time.monotonic()
         if not any(new.values()):
             return
-        log.write("stream", trainer.steps, **counters, batches_set_aside=trainer.set_aside)
+        log.write("stream", run.steps, **counters, batches_set_aside=run.set_aside)
         left_out = ", ".join(f"{new[name]:,} {name}" for name in LEFT_OUT if new[name])
         if left_out:
-            trainer.warn(f"warning: of the last {new['samples']:,} samples some were left out: {left_out}")
+            run.warn(f"warning: of the last {new['samples']:,} samples some were left out: {left_out}")
 
     def readings(
         self, stream: SampleStream, publication: OnlinePublication | None
@@ -155,8 +155,8 @@ class Measurements:
         """Values for the endpoint of metrics, which calls it in another thread."""
         values = {
             "samples": self.samples,
-            "steps": self._trainer.steps,
-            "batches_set_aside": self._trainer.set_aside,
+            "steps": self._run.steps,
+            "batches_set_aside": self._run.set_aside,
             "samples_per_second": self.samples_per_second,
             "reading_share": self.reading_share,
             "waiting_samples": len(stream.position.waiting),

@@ -52,6 +52,7 @@ class IdTranslation:
 
     Attributes:
         tables: the id tables, None without collisionless tables.
+        translates: whether the ids of some table are not rows already; otherwise batches stay as they are.
     """
 
     def __init__(self, plan: RunPlan, model: nn.Module, adam: EmbeddingAdam | None) -> None:
@@ -63,6 +64,7 @@ class IdTranslation:
             for index, field in enumerate(spec.fields)
             if spec.ids.kind == "hash"
         }
+        self.translates = any(spec.ids.kind != "rows" for spec in specs)
         self._row_init: RowInitializer | None = None
         self.tables: IdTables | None = None
         configs = {spec.name: id_table(spec) for spec in specs if spec.ids.kind == "collisionless"}
@@ -94,7 +96,7 @@ class IdTranslation:
 
     def lookup(self, batch: Batch) -> Batch:
         """Translates a batch without changing anything; unknown and expired ids become OUT_OF_VOCABULARY."""
-        if not (self.tables or self._buckets):
+        if not self.translates:
             return batch
         ids, splits = self._flat_ids(batch.sparse)
         return _with_rows(batch, self.tables.rows_of(ids, splits) if self.tables else ids)

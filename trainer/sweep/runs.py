@@ -36,7 +36,8 @@ from ..runtime.errors import Interrupted
 from ..runtime.stopping import interrupted_by_sigterm
 from ..runtime.subprocess_call import Subprocess
 from ..sharded_model.check_run import check_settings
-from ..training.loop import AfterEpoch, train
+from ..training.epochs import AfterEpoch
+from ..training.trainer import train
 
 RUNS = "runs"
 

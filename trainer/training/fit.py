@@ -23,8 +23,8 @@ from ..config.run import RunConfig, checked_config
 from ..runs.run_dir import FITTED, require_unused
 from ..runtime.environment import launched_world_size
 from ..sharded_model.check_run import check_settings
-from .loop import train
 from .saved_run import evaluate_run, predict_run
+from .trainer import train
 
 logger = logging.getLogger(__name__)
 

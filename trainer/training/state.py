@@ -70,7 +70,7 @@ class TrainState:
 
     Args:
         on_nonfinite: what is done about a batch that would make the state non-finite; "stop" does not look at it.
-        reads_ahead: as of :class:`Trainer`.
+        reads_ahead: as of :class:`ActiveRun`.
 
     Attributes:
         embedding_optimizer, dense_optimizer: see :func:`embedding_optimizer`; that of the network.

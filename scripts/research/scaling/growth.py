@@ -31,9 +31,9 @@ from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.training.active_run import ActiveRun
 from cowrec.trainer.training.dataloading import keep_resident, training_readers
 from cowrec.trainer.training.evaluation import evaluate
-from cowrec.trainer.training.loop import Trainer
 
 from .meter import metered
 
@@ -105,7 +105,7 @@ def _phases(folder: Path) -> None:
         with metered() as phases["start"]:
             plan = RunPlan.of(config, Schema.load(config.data.dir).of_batches(), process)
             readers = training_readers(plan)
-            trainer = Trainer(plan, RunPlace(run_dir, resume=resume), "stop")
+            trainer = ActiveRun(plan, RunPlace(run_dir, resume=resume), "stop")
             keep_resident(readers, plan)
         with trainer.running(resume):
             if resume:
@@ -123,7 +123,7 @@ def _phases(folder: Path) -> None:
     (folder / "phases.json").write_text(json.dumps(phases), encoding="utf-8")
 
 
-def _train(trainer: Trainer, reader: Any, phases: dict[str, Any]) -> None:
+def _train(trainer: ActiveRun, reader: Any, phases: dict[str, Any]) -> None:
     ids = [batch.sparse for batch in reader.epoch(0)]
     distinct = [sum(len(each[key].values().unique()) for key in each.keys()) for each in ids]  # noqa: SIM118
     batches = map(trainer.state.ids.training, reader.epoch(0))

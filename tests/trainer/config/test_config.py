@@ -20,7 +20,7 @@ from cowrec.trainer.runs.run_dir import require_own
 from cowrec.trainer.sharded_model.check_run import check_settings, check_tables
 from cowrec.trainer.sharded_model.run_plan import Scaled
 from cowrec.trainer.sharded_model.tables import TableSpec, table_specs
-from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.trainer import train
 from refusal import refused
 
 CONFIGS = Path(__file__).resolve().parents[3] / "trainer" / "configs"

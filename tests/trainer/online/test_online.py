@@ -32,7 +32,8 @@ from cowrec.trainer.publishing.blob import decode
 from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.serving.served_model import ServedModel
-from cowrec.trainer.training.loop import MOST_SET_ASIDE, train
+from cowrec.trainer.training.active_run import MOST_SET_ASIDE
+from cowrec.trainer.training.trainer import train
 from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, followed, make_case, write_stream
 from refusal import refused
 from run_comparison import assert_close, assert_same, up_to_date, wait_for

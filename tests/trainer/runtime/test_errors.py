@@ -124,7 +124,7 @@ def test_every_line_of_a_run_is_an_object(case: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = records(done.stderr)
     assert any("progressive AUC" in record["message"] for record in found)
-    assert found[-1]["logger"] == "cowrec.trainer.training.loop"
+    assert found[-1]["logger"] == "cowrec.trainer.training.active_run"
 
 
 def test_an_end_by_an_error_is_a_line_without_the_password(case: Path, tmp_path: Path) -> None:

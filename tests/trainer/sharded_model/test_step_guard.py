@@ -15,8 +15,8 @@ from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.step_guard import LARGEST_GRADIENT, not_finite
+from cowrec.trainer.training.active_run import ActiveRun
 from cowrec.trainer.training.dataloading import training_readers
-from cowrec.trainer.training.loop import Trainer
 from run_comparison import assert_same
 from trained_runs import make_folder, run, write_network
 from trainer_cases import TRAIN_ROWS, UNWEIGHTED
@@ -42,7 +42,7 @@ def set_aside(folder: Path, run_dir: Path, settings: Sequence[str], on_nonfinite
     config = with_values(load_config(folder / "run.toml", settings), data={"dir": str(folder / data)})
     with process_group("cpu") as process:
         plan = RunPlan.of(with_defaults(config, TRAIN_ROWS), Schema.load(folder / data).of_batches(), process)
-        trainer, reader = Trainer(plan, RunPlace(run_dir, resume=False), on_nonfinite), training_readers(plan).train
+        trainer, reader = ActiveRun(plan, RunPlace(run_dir, resume=False), on_nonfinite), training_readers(plan).train
         batches = map(trainer.state.ids.training, reader.epoch(0))
         steps = [trainer.step(batches, reader.passes(0, number)) for number in range(reader.steps(0))]
         trainer.save()

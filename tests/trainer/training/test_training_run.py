@@ -21,7 +21,7 @@ from cowrec.trainer import evaluate, load_config, predict, train
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.runs.checkpoint import best_epoch
 from cowrec.trainer.runtime.errors import NonFiniteLoss
-from cowrec.trainer.training import dataloading, loop
+from cowrec.trainer.training import dataloading, trainer
 from refusal import refused
 from run_comparison import assert_same
 from trained_runs import data_folder, make_folder, metrics, predicted, report_of, run
@@ -231,14 +231,14 @@ def test_samples_of_every_epoch_are_read_once_if_they_fit(
 
 def test_a_non_finite_loss_keeps_the_last_good_checkpoint(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     data = shutil.copytree(folder / "data", tmp_path / "data")
-    good: Callable = loop.evaluate
+    good: Callable = trainer.evaluate
 
     def evaluate_then_poison(*arguments: Any) -> Any:
         quality = good(*arguments)
         edit_column(min((data / "train").iterdir()), "price", 7, math.nan)
         return quality
 
-    monkeypatch.setattr(loop, "evaluate", evaluate_then_poison)
+    monkeypatch.setattr(trainer, "evaluate", evaluate_then_poison)
     with pytest.raises(NonFiniteLoss, match=r"not finite at step \d+ \(epoch 2\); the last good .*step_000000005\. "):
         run(folder, tmp_path / "run", data=data)
     assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000000005"]

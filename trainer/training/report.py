@@ -1,0 +1,69 @@
+"""What a run says of itself: its summary before the first step, and the report after the last one."""
+
+from math import nan
+from typing import Any
+
+from ..measures.clip_metrics import clip_remark
+from ..measures.quality import auc_remark, calibration_remark
+from ..sharded_model.sharding import sharding_line
+from .active_run import ActiveRun
+from .dataloading import Readers
+from .epochs import EpochEnd, Speed
+
+
+def epochs_summary(run: ActiveRun, readers: Readers) -> str:
+    """Describes data, settings and sharding of a run over epochs, for the terminal."""
+    plan, validation = run.plan, readers.validation
+    table_rows = sum(spec.num_embeddings for spec in plan.tables)
+    return (
+        f"{run.config.model.name} on {plan.schema.name}: {plan.train_rows:,} training samples, "
+        f"{f'{validation.num_rows:,} validation samples, ' if validation else ''}"
+        f"{len(plan.schema.sparse)} fields, {table_rows:,} table rows\n"
+        f"batch {run.config.train.batch_size} ({plan.epoch_steps} steps an epoch), {settings_summary(run)}"
+    )
+
+
+def settings_summary(run: ActiveRun) -> str:
+    """Scaling, clip, derived rates and sharding, for the terminal; on CUDA also why steps are not captured."""
+    config, derived, why = run.config, run.plan.scaled.hyperparameters, run.state.why_not_captured
+    uncaptured = f"\nsteps are not captured as a CUDA graph: {why}" if why and run.process.device.type == "cuda" else ""
+    beta1, beta2 = derived.betas
+    decays = (("weight decay", derived.weight_decay), ("dense weight decay", derived.dense_weight_decay))
+    decay = "".join(f", {name} {value:g}" for name, value in decays if value)
+    falls = run.plan.schedule.decay
+    decay += f", lr decay {falls}" if falls != "none" else ""
+    return (
+        f"scaling {config.optimizer.scaling}, clip {config.clip.rule}: embedding lr {derived.embedding_lr:g}, dense lr"
+        f" {derived.dense_lr:g}, l2 {derived.l2:g}{decay}, betas {beta1:g} and {beta2:g}, eps {derived.eps:g}"
+        f"{uncaptured}" + (f"\n{sharding_line(run.sharding)}" if run.process.world_size > 1 else "")
+    )
+
+
+def epochs_report(run: ActiveRun, epochs: list[EpochEnd], speed: Speed, quality: dict[str, Any]) -> dict[str, Any]:
+    """The report of a run over epochs, whose quality is given."""
+    best_possible = run.plan.schema.best
+    return {
+        **quality,
+        "auc_remark": auc_remark(quality, epochs[: quality["epoch"]]),
+        "calibration_remark": calibration_remark(quality) if run.config.train.loss == "bce" else None,
+        "samples_per_second": speed.samples / speed.seconds if speed.seconds else nan,
+        "train_seconds": speed.seconds,
+        "best_possible": dict(best_possible) if best_possible else None,
+        "world_size": run.process.world_size,
+        "epochs": epochs,
+        **shared_report(run),
+    }
+
+
+def shared_report(run: ActiveRun) -> dict[str, Any]:
+    """Entries that every report has."""
+    statistics = run.state.clip_watch.total() if run.state.clip_watch else None
+    return {
+        "steps": run.steps,
+        "clip_statistics": statistics,
+        "clip_remark": clip_remark(statistics),
+        "cuda_graph": run.state.captured,
+        "seed": run.config.train.seed,
+        **run.plan.describe(),
+        **run.state.environment,
+    }
