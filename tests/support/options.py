@@ -40,8 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No test has a deadline. The first two tiers draw the same cases each time, so that none fails by chance."""
-    hypothesis.settings.register_profile("cowrec", deadline=None, derandomize=not config.getoption("--thorough"))
+    """No test has a deadline. The first two tiers draw fewer cases, and the same ones each time, so that no test fails
+    by chance."""
+    thorough = config.getoption("--thorough")
+    hypothesis.settings.register_profile(
+        "cowrec", deadline=None, derandomize=not thorough, max_examples=100 if thorough else 25
+    )
     hypothesis.settings.load_profile("cowrec")
 
 

@@ -298,6 +298,7 @@ def bench_in_process(rank: int, folder: Path, port: int) -> None:
         exit_code(monkeypatch, "bench", *SMALL, "--output", folder / "bench.jsonl")
 
 
+@pytest.mark.thorough
 def test_several_processes_measure_together(tmp_path: Path) -> None:
     in_processes(bench_in_process, (tmp_path, free_port()), 2)
     (line,) = lines_of(tmp_path / "bench.jsonl")

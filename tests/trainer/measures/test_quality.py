@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import log_loss, roc_auc_score
@@ -219,7 +219,6 @@ def columns(drawn: list[tuple]) -> tuple[torch.Tensor, ...]:
     return (*floats, torch.from_numpy(groups))
 
 
-@settings(max_examples=150, deadline=None)
 @given(drawn=st.lists(SAMPLE, min_size=1, max_size=60))
 def test_any_weighted_samples_are_measured_as_by_scikit_learn(drawn: list[tuple]) -> None:
     logits, label, weight, groups = columns(drawn)

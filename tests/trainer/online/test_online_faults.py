@@ -53,6 +53,7 @@ def undisturbed(case: Path) -> Path:
     return case / "undisturbed"
 
 
+@pytest.mark.thorough
 def test_kills_at_random_moments_change_neither_model_nor_readers(
     case: Path, undisturbed: Path, tmp_path: Path, start: Callable, pytestconfig: pytest.Config
 ) -> None:
@@ -91,6 +92,7 @@ def on_a_small_disk(_: int, case: dict[str, Any], size: int) -> None:
     assert "free disk space or repair the folder" in said
 
 
+@pytest.mark.thorough
 def test_a_full_disk_loses_a_snapshot_but_no_sample(case: Path, undisturbed: Path, tmp_path: Path) -> None:
     """Files may not reach the size of a checkpoint or of the metrics; the run is resumed once there is space."""
     settings = [*OFTEN, *EXACT]
@@ -102,6 +104,7 @@ def test_a_full_disk_loses_a_snapshot_but_no_sample(case: Path, undisturbed: Pat
     assert_same(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_killed_redis_loses_nothing(case: Path, undisturbed: Path, tmp_path: Path, start: Callable) -> None:
     """Killed in the middle of the stream with every command on disk; the model equals that of an undisturbed run.
 

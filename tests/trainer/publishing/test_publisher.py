@@ -44,7 +44,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cowrec.trainer.publishing.publisher._PAUSE", 0.05)
 
 
-@pytest.fixture(params=["directory", "redis", "s3"])
+@pytest.fixture(params=["directory", "redis", pytest.param("s3", marks=pytest.mark.thorough)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     with target_url(request.param, tmp_path) as url:
         yield url
@@ -254,6 +254,7 @@ def test_buffers_of_any_type_are_published(dtype: Any) -> None:
     np.testing.assert_array_equal(found, dense["mask"])
 
 
+@pytest.mark.thorough
 def test_a_frozen_redis_never_blocks_the_trainer(tmp_path: Path) -> None:
     """Redis does not answer while 20 versions are queued; later their changes are published, and none is lost."""
     model = Model()
@@ -269,6 +270,7 @@ def test_a_frozen_redis_never_blocks_the_trainer(tmp_path: Path) -> None:
         assert 1 < out.counters()["version"] <= 21
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("appendonly", [True, False])
 def test_redis_killed_and_restarted(tmp_path: Path, appendonly: bool) -> None:
     """Publishes a delta next if Redis kept its log. Without the log all versions are lost: the next one is a full one
@@ -463,6 +465,7 @@ def test_names_in_redis_are_apart_and_versions_are_never_overwritten(
         assert not target.blobs()
 
 
+@pytest.mark.thorough
 def test_a_full_redis_loses_its_old_versions_first(tmp_path: Path) -> None:
     """Four million bytes a version, and room for three and a half; the one that is written takes twice its size."""
     with redis_server(tmp_path) as server, publisher(server.url, compact_after=1) as out:
@@ -479,6 +482,7 @@ def test_a_full_redis_loses_its_old_versions_first(tmp_path: Path) -> None:
         assert out.finish(30)
 
 
+@pytest.mark.thorough
 def test_a_redis_killed_while_its_newest_version_is_applied(tmp_path: Path) -> None:
     """The version counts as the newest, so that it is served, although Redis never answered again."""
     with redis_server(tmp_path) as server, publisher(server.url, compact_after=1) as out:
@@ -584,6 +588,7 @@ def republish_by_turns(url: str) -> None:
         republish(url, 1)
 
 
+@pytest.mark.thorough
 def test_a_killed_command_leaves_whole_versions(tmp_path: Path) -> None:
     """And no lock: whatever it has written is whole, and the next command publishes after it."""
     url, model, states = str(tmp_path), Model(), dict[int, Model]()

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import Reader, Schema
+from cowrec.errors import UserError
 from cowrec.trainer.config.run import RunConfig, load_config, save_config, to_plain
 from trainer_cases import make_data
 
-OFTEN = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-SELDOM = settings(OFTEN, max_examples=100)
+SHARED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+OFTEN = settings(SHARED, max_examples=3 * settings.default.max_examples)
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=20)
 LEAVES = st.one_of(st.booleans(), st.integers(-(2**70), 2**70), st.floats(), TEXT)
 VALUES = st.recursive(
@@ -48,7 +49,7 @@ def loaded(file: Path) -> RunConfig | None:
     try:
         return load_config(file)
     except ValueError as error:
-        if type(error) is not ValueError or not str(error).startswith(str(file)):
+        if type(error) is not UserError or not str(error).startswith(str(file)):
             raise AssertionError("not a message") from error
         return None
 
@@ -56,7 +57,7 @@ def loaded(file: Path) -> RunConfig | None:
 @OFTEN
 @given(choice=st.integers(0), value=VALUES)
 def test_any_value_at_any_key_of_a_configuration(tmp_path: Path, choice: int, value: Any) -> None:
-    """The value is loaded as written, and again when it has been saved, or one ValueError explains the problem."""
+    """The value is loaded as written, and again when it has been saved, or one UserError explains the problem."""
     plain = to_plain(RunConfig())
     file = tmp_path / "run.toml"
     paths = [each for each in paths_of(plain) if len(each) > 1]
@@ -102,7 +103,7 @@ def read_all(folder: Path) -> int | str:
     return sum(len(batch.label) for batch in batches)
 
 
-@SELDOM
+@SHARED
 @given(choice=st.integers(0), value=VALUES | st.none())
 def test_any_value_at_any_key_of_a_schema(data: Path, tmp_path: Path, choice: int, value: Any) -> None:
     """The data are read or refused; no id is beyond the end of its table."""
@@ -114,7 +115,7 @@ def test_any_value_at_any_key_of_a_schema(data: Path, tmp_path: Path, choice: in
     assert outcome in (0, 205) or (isinstance(outcome, str) and outcome)  # 0: a split without samples
 
 
-@SELDOM
+@SHARED
 @given(offset=st.integers(0), byte=st.integers(0, 255), truncate=st.booleans())
 def test_damaged_shards(data: Path, tmp_path: Path, offset: int, byte: int, truncate: bool) -> None:
     """Shards have no checksums, so a flipped bit may pass as another value; ids stay within their tables."""

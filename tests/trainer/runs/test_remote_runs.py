@@ -194,7 +194,7 @@ def test_a_run_continues_on_a_machine_without_a_copy(folder: Path, server: S3Ser
     assert kept == {"step_000000015"}
 
 
-@pytest.mark.parametrize("from_begin", [True, False])
+@pytest.mark.parametrize("from_begin", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_a_run_that_could_not_be_uploaded_continues_from_its_copy(
     folder: Path, server: S3Server, tmp_path: Path, from_begin: bool
 ) -> None:
@@ -267,6 +267,7 @@ def _train_on_host(rank: int, cases: list[Any], folder: Path, environment: dict,
     (folder / f"outcome{rank}").write_text(train_case(cases[rank]))
 
 
+@pytest.mark.thorough
 def test_hosts_that_share_no_folder_train_and_resume(server: S3Server, tmp_path: Path) -> None:
     """Also with a missing shard; compared with a run of as many processes in one folder."""
     make_folder(tmp_path, ("price", "city"))
@@ -286,6 +287,7 @@ def test_hosts_that_share_no_folder_train_and_resume(server: S3Server, tmp_path:
     assert_same(local_copy(f"s3://{PATH}"), tmp_path / "run")
 
 
+@pytest.mark.thorough
 def test_hosts_that_share_no_folder_report_the_best_epoch(server: S3Server, tmp_path: Path) -> None:
     """At these rates the last epoch is not the best one, whose shards have been uploaded by then."""
     make_folder(tmp_path, ("price", "city"))
@@ -298,6 +300,7 @@ def test_hosts_that_share_no_folder_report_the_best_epoch(server: S3Server, tmp_
     assert reports[0]["logloss"] == reports[1]["logloss"] != reports[1]["last_epoch"]["logloss"]
 
 
+@pytest.mark.thorough
 def test_hosts_with_run_folders_of_their_own_are_refused(tmp_path: Path) -> None:
     """Each would write the shards of its processes only; hosts that share the folder train."""
     make_folder(tmp_path, ("price", "city"))

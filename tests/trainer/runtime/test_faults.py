@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -57,6 +57,7 @@ def undisturbed(folder: Path) -> Path:
     return folder / "undisturbed"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("whom", ["one rank", "all ranks"])
 def test_kills_at_random_moments_change_no_bit(
     folder: Path, undisturbed: Path, tmp_path: Path, start, whom: str, pytestconfig: pytest.Config
@@ -79,6 +80,7 @@ def test_kills_at_random_moments_change_no_bit(
     assert not list(run_dir.rglob("*.partial"))
 
 
+@pytest.mark.thorough
 def test_a_hung_rank_ends_the_run(folder: Path, tmp_path: Path, start) -> None:
     endless = ["train.epochs=100000", "train.timeout_seconds=5"]
     launcher = start(*training(folder, tmp_path / "run", *endless), processes=2)
@@ -90,6 +92,7 @@ def test_a_hung_rank_ends_the_run(folder: Path, tmp_path: Path, start) -> None:
     assert launcher.wait(timeout=600) != 0
 
 
+@pytest.mark.thorough
 def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: Path, start) -> None:
     """The system refuses large files for a while; earlier checkpoints stay, and later ones are written."""
     run_dir = tmp_path / "run"
@@ -107,6 +110,7 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: 
     assert not list(run_dir.rglob("*.partial"))
 
 
+@pytest.mark.thorough
 def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, start) -> None:
     run_dir = tmp_path / "run"
     process = start(*training(folder, run_dir, "train.epochs=30", *LARGE))
@@ -121,6 +125,7 @@ def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, s
     assert process.wait(timeout=600) == 0
 
 
+@pytest.mark.thorough
 def test_a_shard_deleted_between_epochs_is_named(tmp_path: Path, start) -> None:
     process = start(*training(make_folder(tmp_path), tmp_path / "run", "train.epochs=100000"), processes=2)
     printed = ""
@@ -135,7 +140,7 @@ def test_a_shard_deleted_between_epochs_is_named(tmp_path: Path, start) -> None:
     assert list((tmp_path / "run" / "checkpoints").glob("step_?????????"))
 
 
-@pytest.mark.parametrize("ended", ["ctrl_c", "launcher_killed"])
+@pytest.mark.parametrize("ended", ["ctrl_c", pytest.param("launcher_killed", marks=pytest.mark.thorough)])
 def test_both_ranks_end_with_one_checkpoint(folder: Path, tmp_path: Path, ended: str) -> None:
     """The terminal sends SIGINT to every process of its group, and torchrun sends it to the ranks again. If torchrun is
     killed, its ranks must not go on alone."""
@@ -166,7 +171,6 @@ def process(rank: int = 0, world_size: int = 1) -> Process:
 losses = st.lists(st.floats(0, 10, width=32) | st.sampled_from([math.nan, math.inf, -math.inf]), max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(losses, min_size=1, max_size=4), st.integers(0, 10**6))
 def test_readings_cover_the_steps_since_the_last(readings: list[list[float]], step: int) -> None:
     watch = LossWatch(process())
@@ -235,6 +239,7 @@ def write(rank: int, folder: Path, port: int) -> None:
         assert (checkpoints._failure, checkpoints.latest is not None) == (None, rank == 0)
 
 
+@pytest.mark.thorough
 def test_a_slow_process_is_waited_for(tmp_path: Path) -> None:
     in_processes(write, (tmp_path, free_port()), 2)
     assert (tmp_path / "checkpoints" / "step_000000001" / "checkpoint.json").exists()

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -318,7 +318,6 @@ def as_changes(rows: dict[tuple[int, int], int], removed: set[tuple[int, int]]) 
     return changes
 
 
-@settings(max_examples=80, deadline=None)
 @given(versions)
 def test_tables_equal_dictionaries(versions: list) -> None:
     """Before, with, and after merging an overlay; earlier tables keep their values until the overlay is merged.

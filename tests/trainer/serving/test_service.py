@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -157,7 +157,6 @@ json_values = st.recursive(
 fields = st.fixed_dictionaries({}, optional=dict.fromkeys((*GOOD, "label", "time", "sample_id", "x"), json_values))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=40) | json_values | fields | st.lists(fields, max_size=3) | st.lists(
     st.fixed_dictionaries(dict.fromkeys(GOOD, json_values)), min_size=1, max_size=3) | st.fixed_dictionaries(
     {"shared": fields | json_values, "samples": st.lists(fields, max_size=3) | json_values}))  # fmt: skip
@@ -537,6 +536,7 @@ def test_published_versions_are_served(tmp_path: Path) -> None:
         answers_as(server, folder, "run", back)
 
 
+@pytest.mark.thorough
 def test_a_target_that_fails_only_delays_versions(tmp_path: Path) -> None:
     """Redis is killed and restarted, empty: the last applied version is served, and later ones are applied.
 

@@ -155,6 +155,7 @@ def test_a_larger_grid_adds_runs(folder: Path) -> None:
     assert (lines_of(folder / "grid"), report.stat().st_mtime_ns) == (complete, written)
 
 
+@pytest.mark.thorough
 def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     """The first of four runs is killed and recorded as failed, the sweep in the third; the next call resumes that."""
     epochs, output = 25, tmp_path / "out"
@@ -190,7 +191,13 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     assert "(1 of 2)" in sweep_table(found)
 
 
-@pytest.mark.parametrize("whom", ["the sweep by Ctrl-C", "the sweep by SIGTERM", "its run by SIGTERM"])
+@pytest.mark.parametrize(
+    "whom",
+    [
+        "the sweep by Ctrl-C",
+        *(pytest.param(whom, marks=pytest.mark.thorough) for whom in ("the sweep by SIGTERM", "its run by SIGTERM")),
+    ],
+)
 def test_a_stopped_sweep_says_how_to_continue_and_does(folder: Path, tmp_path: Path, whom: str) -> None:
     epochs, output, grid = 100, tmp_path / "out", Grid([51], ["linear"], ["off"], 1)
     run = output / "runs" / "linear-51-clip_off-seed0"
@@ -459,6 +466,7 @@ def test_tuned_toml_trains_what_the_best_trial_did(single: Path, found: Outcome,
     assert train(alone, single / "data", tmp_path / "alone")["validation_logloss"] == best["validation_logloss"]
 
 
+@pytest.mark.thorough
 def test_a_killed_study_goes_on_as_if_it_had_not_been(single: Path, found: Outcome, tmp_path: Path) -> None:
     output = tmp_path / "out"
     process = Forked(*tune_command(single, output))

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -59,7 +59,6 @@ def test_any_name_trains_and_is_served(tmp_path: Path, ids: str) -> None:
     np.testing.assert_allclose(served.predict(request), expected[-1:], rtol=0, atol=1e-6)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.sets(st.text(st.characters(codec="utf-8"), max_size=300), min_size=2, max_size=9))
 def test_names_of_files_differ_and_are_portable(names: set[str]) -> None:
     escaped = {name: escaped_name(name) for name in names}
