@@ -316,6 +316,44 @@ def group_aucs(logits: np.ndarray, label: np.ndarray, weight: np.ndarray, groups
         return pairs / (group_clicks * group_others)
 
 
+def group_ranks(logits: np.ndarray, label: np.ndarray, groups: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """NDCG and reciprocal rank of each group, of its samples in descending order of their logits.
+
+    DCG is the sum of 1 / log2(1 + rank) over clicks, ranks counted from 1 (Järvelin and Kekäläinen 2002), and NDCG its
+    share of the largest possible one. Samples of equal logits share the mean of their discounts, as in scikit-learn's
+    ``ndcg_score``. The reciprocal rank is that of the first click, which stands behind other samples of its logit.
+
+    Args:
+        logits: float32 [R].
+        label: 0 or 1, float64 [R].
+        groups: of the samples, int64 [R], in [0, count).
+        count: number of groups, G.
+
+    Returns:
+        Two arrays, float64 [G]; NaN for a group without a click.
+    """
+    ndcg, reciprocal = np.full(count, nan), np.full(count, nan)
+    if not len(logits):
+        return ndcg, reciprocal
+    order = np.lexsort((-logits, groups))
+    scores, label, groups = logits[order], label[order], groups[order]
+    first = np.searchsorted(groups, groups)  # of the sample's group
+    rank = np.arange(len(groups)) - first + 1
+    discounts = 1 / np.log2(1.0 + rank)
+    starts = _block_starts(scores, groups)
+    sizes = np.diff(np.append(starts, len(scores)))
+    of_block, clicks = groups[starts], np.add.reduceat(label, starts)
+    gains = np.bincount(of_block, np.add.reduceat(discounts, starts) * clicks / sizes, count)
+    clicked = np.bincount(groups, label, count).astype(np.int64)
+    known = clicked > 0
+    ndcg[known] = gains[known] / np.append(0.0, (1 / np.log2(2.0 + np.arange(clicked.max()))).cumsum())[clicked[known]]
+    of_click = np.flatnonzero(clicks > 0)
+    with_clicks, chosen = np.unique(of_block[of_click], return_index=True)
+    best = of_click[chosen]
+    reciprocal[with_clicks] = 1 / (rank[starts[best]] + sizes[best] - clicks[best])
+    return ndcg, reciprocal
+
+
 def entropy(p: float) -> float:
     """Entropy of a click of probability p in (0, 1), in nats."""
     return float(-p * np.log(p) - (1 - p) * np.log1p(-p))

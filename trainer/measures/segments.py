@@ -21,7 +21,7 @@ from cowrec.data_pipeline.dataset.shards import read_columns
 from cowrec.data_pipeline.reading.id_counts import log_id_counts
 from cowrec.errors import UserError
 
-from .quality import Samples, group_aucs, measure
+from .quality import Samples, group_aucs, group_ranks, measure
 
 THIRDS = ("rare", "middle", "frequent")
 _MISSING_NAME, _UNKNOWN_NAME = "(missing)", "(rare or unknown)"
@@ -78,6 +78,7 @@ class Segments:
         Returns:
             * gauc: mean AUC of the groups that have both classes, weighted by their samples (Zhu et al. 2017, arXiv
               1703.02091; Zhou et al. 2018, arXiv 1706.06978); NaN without such a group;
+            * ndcg, mrr: means of NDCG and of the reciprocal rank, without weights, over the same groups;
             * groups, groups_in_gauc: their numbers;
             * share_in_gauc: share of the samples, by weight, in these groups;
             * largest: id and :class:`Quality` of each of the ``top`` groups with most weight, in descending order;
@@ -89,6 +90,7 @@ class Segments:
         of_groups = np.bincount(groups, weight, count)
         auc = group_aucs(logits[known], label[known], weight, groups, count)
         both = ~np.isnan(auc)
+        ndcg, reciprocal = group_ranks(logits[known], label[known], groups, count)
         in_gauc = of_groups[both].sum()
         order = (-of_groups).argsort(kind="stable")
         order = order[of_groups[order] > 0]
@@ -102,6 +104,8 @@ class Segments:
         ]
         return {
             "gauc": float((auc * of_groups)[both].sum() / in_gauc) if in_gauc else nan,
+            "ndcg": float(ndcg[both].mean()) if in_gauc else nan,
+            "mrr": float(reciprocal[both].mean()) if in_gauc else nan,
             "groups": len(order),
             "groups_in_gauc": int(both.sum()),
             "share_in_gauc": float(in_gauc / of_groups.sum()) if len(order) else nan,

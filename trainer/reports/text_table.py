@@ -21,8 +21,10 @@ def quality_tables(values: Mapping[str, Any]) -> str:
         groups = [*found["largest"], *[{"id": "(the rest)", **(found["rest"] or {})}] * bool(found["rest"])]
         measures = ("rows", "ctr", "auc", "logloss", "calibration")
         rows = [[column, *measures], *([each["id"], *(number_text(each.get(m)) for m in measures)] for each in groups)]
-        gauc = f"GAUC by {column}: {number_text(found['gauc'])} over {found['groups_in_gauc']:,} of"
-        tables.append(f"{gauc} {found['groups']:,} groups\n{aligned(rows)}")
+        names = (("GAUC", "gauc"), ("NDCG", "ndcg"), ("MRR", "mrr"))
+        ranked = "  ".join(f"{name} {number_text(found[key])}" for name, key in names)
+        counted = f"by {column}: {found['groups_in_gauc']:,} of {found['groups']:,} groups have both classes"
+        tables.append(f"{ranked}  {counted}\n{aligned(rows)}")
     if importance := values.get("importance"):
         changes = [[name, *map(number_text, each.values())] for name, each in importance.items()]
         tables.append(aligned([["permuted", "auc_drop", "logloss_rise"], *changes]))

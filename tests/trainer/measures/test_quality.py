@@ -20,12 +20,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
-from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.metrics import log_loss, ndcg_score, roc_auc_score
 
 from commands.command_line import Cowrec
 from cowrec.data_pipeline import PrepareConfig, Schema, SynthesizeConfig, prepare, synthesize
 from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, WEIGHT_SUFFIX
-from cowrec.trainer.measures.quality import Samples, auc_remark, calibration_remark, group_aucs, measure
+from cowrec.trainer.measures.quality import Samples, auc_remark, calibration_remark, group_aucs, group_ranks, measure
 from cowrec.trainer.reports.text_table import quality_tables
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from history_cases import make_histories
@@ -175,6 +175,9 @@ def test_groups_are_measured_as_by_scikit_learn(segments: Path, column: str) -> 
     assert result["gauc"] == pytest.approx(np.average(aucs, weights=weights), abs=1e-6)
     assert (result["groups"], result["groups_in_gauc"]) == (len(sizes), len(both))
     assert result["share_in_gauc"] == pytest.approx(sum(weights) / sum(sizes))
+    p = pq.read_table(segments / "predictions.parquet")["prediction"].to_numpy()
+    ranked = [ndcg_score([label[chosen]], [p[chosen]]) for chosen in both]
+    assert result["ndcg"] == pytest.approx(np.mean(ranked), abs=1e-6)
 
     no_group = evaluate_run(segments / "run", segments / "data", by=[column], top=0)["by"][column]
     assert (no_group["largest"], no_group["rest"]["rows"]) == (
@@ -219,6 +222,22 @@ def columns(drawn: list[tuple]) -> tuple[torch.Tensor, ...]:
     return (*floats, torch.from_numpy(groups))
 
 
+@given(drawn=st.lists(SAMPLE, min_size=1, max_size=60))
+def test_groups_are_ranked_as_by_scikit_learn(drawn: list[tuple]) -> None:
+    """Of one sample scikit-learn computes no NDCG; the reciprocal rank is compared with its definition."""
+    logits, label, _, groups = (each.numpy() for each in columns(drawn))
+    ndcg, reciprocal = group_ranks(logits, label.astype(float), groups, 5)
+    for group in range(5):
+        x, y = logits[groups == group].astype(float), label[groups == group]
+        if not y.any():
+            assert math.isnan(ndcg[group])
+            assert math.isnan(reciprocal[group])
+            continue
+        assert ndcg[group] == pytest.approx(ndcg_score([y], [x]) if len(y) > 1 else 1.0)
+        assert reciprocal[group] == 1 / (1 + sum((x >= x[y == 1].max()) & (y == 0)))
+
+
+@settings(max_examples=150, deadline=None)
 @given(drawn=st.lists(SAMPLE, min_size=1, max_size=60))
 def test_any_weighted_samples_are_measured_as_by_scikit_learn(drawn: list[tuple]) -> None:
     logits, label, weight, groups = columns(drawn)
