@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     )
     from .algorithm.scaling import PRESETS, SCALING_RULES, Hyperparameters, Preset, scale_clip, scale_hyperparameters
     from .clipping.attach import attach_cowclip
-    from .clipping.handle import LookupsHandle, detach_cowclip
-    from .clipping.statistics import TableStats
     from .id_tables.config import Admission, IdTableConfig
     from .id_tables.kernels.hashing import hashed_ids, id_bucket_rows
     from .id_tables.layout import rows_for
     from .id_tables.tables import Entries, IdTables, NewRows
+    from .lookups.handle import LookupsHandle, detach_cowclip
+    from .lookups.statistics import TableStats
     from .optim.embedding_adam import EmbeddingAdam
     from .optim.row_init import RowInitializer
 
@@ -42,12 +42,12 @@ _NAMES = {
     " ReferenceCowClip RowLimit clip_rows clip_scales clip_tables cowclip_limits",
     ".algorithm.scaling": "PRESETS SCALING_RULES Hyperparameters Preset scale_clip scale_hyperparameters",
     ".clipping.attach": "attach_cowclip",
-    ".clipping.handle": "LookupsHandle detach_cowclip",
-    ".clipping.statistics": "TableStats",
     ".id_tables.config": "Admission IdTableConfig",
     ".id_tables.kernels.hashing": "hashed_ids id_bucket_rows",
     ".id_tables.layout": "rows_for",
     ".id_tables.tables": "Entries IdTables NewRows",
+    ".lookups.handle": "LookupsHandle detach_cowclip",
+    ".lookups.statistics": "TableStats",
     ".optim.embedding_adam": "EmbeddingAdam",
     ".optim.row_init": "RowInitializer",
 }

@@ -37,9 +37,10 @@ FOLDERS: dict[str, dict[str, str]] = {
         "algorithm": "",
         "kernels": "algorithm",
         "tbe": "versions kernels",
-        "clipping": "algorithm kernels tbe",
+        "lookups": "algorithm kernels tbe",
+        "clipping": "algorithm kernels tbe lookups",
         "id_tables": "kernels",
-        "optim": "algorithm kernels tbe clipping id_tables",
+        "optim": "algorithm kernels tbe lookups id_tables",
     },
     "data_pipeline": {
         "redis_client": "",

@@ -19,8 +19,6 @@ from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.sparse_opt import AdamConfig, EmbeddingAdam
 from cowrec.sparse_opt.algorithm.adam import AdamScalars, adam_constants, adam_element
 from cowrec.sparse_opt.algorithm.clip import RowLimit
-from cowrec.sparse_opt.clipping.row_backends import NumbaRows, RowBackend, TorchRows, TritonRows
-from cowrec.sparse_opt.clipping.statistics import ClipStatistics
 from cowrec.sparse_opt.kernels.layout import (
     DECAY_INTERVAL,
     AdamRows,
@@ -33,8 +31,10 @@ from cowrec.sparse_opt.kernels.layout import (
     TableClips,
 )
 from cowrec.sparse_opt.kernels.torch_rows import RowSums, exact_root, find_rows, is_behind, row_sums, tables_of_rows
+from cowrec.sparse_opt.lookups.row_backends import NumbaRows, RowBackend, TorchRows, TritonRows
+from cowrec.sparse_opt.lookups.statistics import ClipStatistics
 from cowrec.sparse_opt.optim.replay import StepHistory, decay_thresholds, log_beta2
-from cowrec.sparse_opt.tbe.lookup import BagsOfLookup
+from cowrec.sparse_opt.tbe.bags import BagsOfLookup
 from cowrec.trainer.bench.measurement import last_steps
 
 CONFIG = AdamConfig(lr=1e-3, l2=1e-4, eps=1e-7, adam_epsilon="keras", absent_rows="replay")

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.models.linear_relu import linear_relu
-from cowrec.sparse_opt.clipping import clipped_lookup, row_backends
 from cowrec.sparse_opt.kernels import triton_replay, triton_rows
+from cowrec.sparse_opt.lookups import row_backends, wrapped_lookup
 from cowrec.trainer.bench.measurement import Case, steady_run
 from cowrec.trainer.bench.parts import graph_captured
 from cowrec.trainer.bench.settings import criteo_config
@@ -96,7 +96,7 @@ def interpret() -> None:
     """
     triton_replay.ELEMENTS = triton_rows.ELEMENTS = 512
     triton_rows.BLOCK, triton_rows.IDS = 4, 2
-    clipped_lookup.NumbaRows = row_backends.TritonRows  # type: ignore[assignment,attr-defined]
+    wrapped_lookup.NumbaRows = row_backends.TritonRows  # type: ignore[assignment,attr-defined]
 
 
 def digests(problem: Problem, backend: str) -> list[str]:

@@ -5,6 +5,7 @@ compared after FBGEMM's update. A fault between the two, such as a backward that
 written, would otherwise train without the clip, while its statistics look right.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from ..algorithm.clip import limits_of_norms, scales_of_norms
 from ..kernels.layout import LookupBackward, LookupIds
 from ..kernels.torch_rows import parts_of_positions, row_begins, row_sums, with_weights
+from ..lookups.wrapped_lookup import WrappedLookup
 from ..tbe.lookup import TracedUpdate
-from .clipped_lookup import ClippedLookup
 
 _ROWS = 4
 """Rows of a lookup that are checked, besides as many of those that are clipped most."""
@@ -28,28 +29,28 @@ class UpdateCheck:
     """Check of the first step of a lookup, and of its first steps in which rows are clipped.
 
     Args:
-        clipped: a lookup; only those under a fused optimizer with a known rule are checked.
+        wrapped: a lookup; only those under a fused optimizer with a known rule are checked.
         steps: how many steps with clipped rows to check, of the first hundred; 0 for no check at all.
     """
 
-    def __init__(self, clipped: ClippedLookup, steps: int):
-        self.clipped, self._seen = clipped, 0
-        self._left = 0 if clipped.lookup.has_dense_gradient else steps
+    def __init__(self, wrapped: WrappedLookup, steps: int):
+        self.wrapped, self._seen = wrapped, 0
+        self._left = 0 if wrapped.lookup.has_dense_gradient else steps
 
-    def of_forward(self, output: Tensor) -> "StepCheck | None":
-        """Check of the backward passes of the lookup's output; None if there is none."""
+    def of_forward(self, output: Tensor) -> Callable[[LookupBackward, float, Tensor | None], None] | None:
+        """Returns :meth:`StepCheck.expect` for the backward passes of the lookup's output; None for no check."""
         captured = output.is_cuda and torch.cuda.is_current_stream_capturing()
-        update = self.clipped.lookup.traced_update() if self._left > 0 and not captured else None
+        update = self.wrapped.lookup.traced_update() if self._left > 0 and not captured else None
         if update is None or output.grad_fn is None:
             return None
         check = StepCheck(self, update)
         output.grad_fn.register_hook(check.compare)  # runs after FBGEMM's update
-        return check
+        return check.expect
 
     def begin(self) -> bool:
         """Counts a step, once the clip has recorded it; returns whether it is checked."""
         self._seen += 1
-        clips = bool((self.clipped.statistics.latest.ratio > 1).any())
+        clips = bool((self.wrapped.statistics.latest.ratio > 1).any())
         is_checked = self._left > 0 and (clips or self._seen == 1)
         self._left = self._left - clips if self._seen < _STEPS else 0
         return is_checked
@@ -84,31 +85,31 @@ class StepCheck:
         self._rows = []
         if not backward.bags.indices.numel() or not self._check.begin():
             return
-        clipped = self._check.clipped
-        ids = clipped.rows.find_rows(backward.bags)
+        wrapped = self._check.wrapped
+        ids = wrapped.rows.find_rows(backward.bags)
         chosen = torch.linspace(0, len(ids.row) - 1, _ROWS, device=ids.row.device).long()
         if factors is not None:
             lowest = factors[ids.order].topk(min(_ROWS, len(ids.row)), largest=False).indices
             chosen = torch.cat([chosen, lowest])
         row = ids.row[chosen].unique()
-        grads, weights, noise, counts, table = _gradients_of(clipped, ids, backward, row)
+        grads, weights, noise, counts, table = _gradients_of(wrapped, ids, backward, row)
         grads = grads + 2 * l2 * weights
-        measured = torch.arange(grads.shape[1], device=grads.device) < clipped.limits.clips.columns[table][:, None]
+        measured = torch.arange(grads.shape[1], device=grads.device) < wrapped.limits.clips.columns[table][:, None]
         norms, weight_norms = (torch.where(measured, each, 0).norm(dim=1) for each in (grads, weights))
-        _, r, floor, per_occurrence = (each[table] for each in clipped.limits.clips)
+        _, r, floor, per_occurrence = (each[table] for each in wrapped.limits.clips)
         limits = limits_of_norms(weight_norms, counts, r, floor, per_occurrence)
-        if not clipped.is_local:  # the norms are those of several rows, or of columns on other ranks
+        if not wrapped.is_local:  # the norms are those of several rows, or of columns on other ranks
             slot = parts_of_positions(ids.begin, len(ids.row))[torch.searchsorted(ids.row, row)]
-            limits = norms / clipped.statistics.latest.ratio[slot]
+            limits = norms / wrapped.statistics.latest.ratio[slot]
         grads = torch.where(measured, scales_of_norms(norms, limits)[:, None] * grads, grads)
         noise += _TOLERANCE * grads.abs().amax(1, keepdim=True)
         if factors is None:
             written = torch.finfo(backward.output_grad.dtype)
             noise += written.eps * (grads.abs() + written.smallest_normal)
-        index = row - clipped.layout.first_row[table]
+        index = row - wrapped.layout.first_row[table]
         numbers = (table.tolist(), index.tolist(), counts.tolist(), norms.tolist(), limits.tolist())
         for i, (t, at, count, norm, limit) in enumerate(zip(*numbers, strict=True)):
-            kept, dim = self._update.kept[t], clipped.lookup.shards[t].embedding_dim
+            kept, dim = self._update.kept[t], wrapped.lookup.shards[t].embedding_dim
             before, grad, error = kept[at].double(), grads[i, :dim], noise[i, :dim]
             after, *others = (self._update.step(before, each) for each in (grad, grad + error, grad - error))
             kind, errors = torch.finfo(kept.dtype), torch.stack([(each - after).abs() for each in others])
@@ -126,7 +127,7 @@ class StepCheck:
         for each in rows:
             got = self._update.kept[each.table][each.row].double()
             if each.after.isfinite().all() and not ((got - each.after).abs() <= each.allowed).all():
-                shard = self._check.clipped.lookup.shards[each.table]
+                shard = self._check.wrapped.lookup.shards[each.table]
                 found, expected = ((after - each.before).norm().item() for after in (got, each.after))
                 raise RuntimeError(
                     f"the clip did not reach the update of table {shard.name!r}: row {shard.first_row + each.row} is"
@@ -138,7 +139,7 @@ class StepCheck:
 
 
 def _gradients_of(
-    clipped: ClippedLookup, ids: LookupIds, backward: LookupBackward, row: Tensor
+    wrapped: WrappedLookup, ids: LookupIds, backward: LookupBackward, row: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients [n, D] of some rows, their weights, the rounding of sums in float32, all float64, counts and tables.
 
@@ -149,9 +150,9 @@ def _gradients_of(
     own = LookupIds(ids.address[order], torch.arange(len(order), device=order.device), rows, row_begins(rows))
     factors = None if backward.id_weights is None else backward.id_weights[order].double()
     grad = backward.output_grad.double()
-    sums = row_sums(clipped.layout, own, factors, grad)
-    sizes = row_sums(clipped.layout, own, None if factors is None else factors.abs(), grad.abs())
-    found, n = with_weights(sums, clipped.layout, clipped.lookup.flat_weights()), len(row)
+    sums = row_sums(wrapped.layout, own, factors, grad)
+    sizes = row_sums(wrapped.layout, own, None if factors is None else factors.abs(), grad.abs())
+    found, n = with_weights(sums, wrapped.layout, wrapped.lookup.flat_weights()), len(row)
     counts = sums.counts.count[:n]
     noise = torch.finfo(torch.float32).eps * counts[:, None] * sizes.sums[:n]
     return found.grad[:n], found.weight[:n].double(), noise, counts, sums.table[:n]

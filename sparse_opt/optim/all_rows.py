@@ -22,15 +22,15 @@ from ..algorithm.adam import (
     table_scalars,
 )
 from ..algorithm.clip import RowLimit, limits_of_norms, row_norms, scales_of_norms
-from ..clipping.clipped_lookup import ClippedLookup
 from ..kernels.layout import AdamState, LookupBackward, to_float32
 from ..kernels.torch_rows import RowGradients, exact_root
+from ..lookups.wrapped_lookup import WrappedLookup
 
 _ROWS_AT_ONCE = 1 << 20
 
 
 def update_all_rows(
-    clipped: ClippedLookup,
+    wrapped: WrappedLookup,
     state: AdamState,
     backward: LookupBackward,
     config: AdamConfig,
@@ -41,67 +41,67 @@ def update_all_rows(
 
     The learning rate of a table, and alpha, is that of the settings times its factor, float32 [tables] on the CPU.
     """
-    batch_rows, rows = None, clipped.in_torch
+    batch_rows, rows = None, wrapped.in_torch
     if backward.bags.indices.numel() or rows.gathers_rows:
         batch_rows = rows.row_gradients(rows.sum_rows(backward))
-    norms = _norms_beyond_rows(clipped, state, batch_rows, config)
+    norms = _norms_beyond_rows(wrapped, state, batch_rows, config)
     if not batch_rows:
-        clipped.statistics.record_no_rows()
+        wrapped.statistics.record_no_rows()
     else:
-        _record_clips(clipped, replace(batch_rows, grad=batch_rows.grad + 2 * config.l2 * batch_rows.weight), norms)
-    for table, (shard, lr_factor) in enumerate(zip(clipped.lookup.shards, lr_factors.tolist(), strict=True)):
+        _record_clips(wrapped, replace(batch_rows, grad=batch_rows.grad + 2 * config.l2 * batch_rows.weight), norms)
+    for table, (shard, lr_factor) in enumerate(zip(wrapped.lookup.shards, lr_factors.tolist(), strict=True)):
         own = AdamScalars(*map(float, table_scalars(to_float32(scalars), np.float32(lr_factor))))
         alpha = float(to_float32(ftrl_constants(config.wide)).alpha * np.float32(lr_factor))
-        limit, columns = clipped.limits.per_table[table], clipped.limits.columns[table]
+        limit, columns = wrapped.limits.per_table[table], wrapped.limits.columns[table]
         row_norms = norms[table].expand(2, shard.rows).split(_ROWS_AT_ONCE, dim=1) if norms else repeat(None)
-        for part, part_norms in zip(_parts(clipped, state, table, batch_rows), row_norms, strict=False):
+        for part, part_norms in zip(_parts(wrapped, state, table, batch_rows), row_norms, strict=False):
             dense_adam_(
                 *part, limit=limit, clip_columns=columns, config=config, scalars=own, alpha=alpha, norms=part_norms
             )
 
 
 def _norms_beyond_rows(
-    clipped: ClippedLookup, state: AdamState, batch_rows: RowGradients | None, config: AdamConfig
+    wrapped: WrappedLookup, state: AdamState, batch_rows: RowGradients | None, config: AdamConfig
 ) -> list[Tensor] | None:
     """Norms of gradients and weights that the limits apply to, float32 [2, V] or [2, 1] of each table.
 
     None if a row's norm depends only on its columns here.
     """
-    columns = clipped.in_torch.columns
-    if clipped.limits.scope == "row" and columns is None:
+    columns = wrapped.in_torch.columns
+    if wrapped.limits.scope == "row" and columns is None:
         return None
     squares = [
         torch.cat(
             [
                 row_squares(weights, grad, clip_columns=clip_columns, l2=config.l2)
-                for weights, _, _, grad, _ in _parts(clipped, state, table, batch_rows)
+                for weights, _, _, grad, _ in _parts(wrapped, state, table, batch_rows)
             ],
             dim=1,
         )
-        for table, clip_columns in enumerate(clipped.limits.columns)
+        for table, clip_columns in enumerate(wrapped.limits.columns)
     ]
     if columns:
         return [each.sqrt().float() for each in columns.add_up_tables(squares)]
     summed = torch.stack([each.sum(1) for each in squares], dim=1)
-    return list(clipped.in_torch.group_norms(summed).float().split(1, dim=1))
+    return list(wrapped.in_torch.group_norms(summed).float().split(1, dim=1))
 
 
 def _parts(
-    clipped: ClippedLookup, state: AdamState, table: int, batch_rows: RowGradients | None
+    wrapped: WrappedLookup, state: AdamState, table: int, batch_rows: RowGradients | None
 ) -> Iterator[tuple[Tensor, ...]]:
     """Weights, moments, gradient and counts of a table for dense_adam_, some rows at a time."""
-    lookup = clipped.lookup
+    lookup = wrapped.lookup
     views = [lookup.view_of(flat, table) for flat in state]
     tensors = (*views, *dense_gradient(batch_rows, table, lookup.weight_offsets[table], views[1]))
     yield from zip(*(each.split(_ROWS_AT_ONCE) for each in tensors), strict=True)
 
 
-def _record_clips(clipped: ClippedLookup, batch_rows: RowGradients, norms: list[Tensor] | None) -> None:
+def _record_clips(wrapped: WrappedLookup, batch_rows: RowGradients, norms: list[Tensor] | None) -> None:
     """Records statistics of the batch's rows, whose gradients include L2; dense_adam_ computes its own factors."""
-    if norms is None or clipped.limits.scope == "row":
-        clipped.in_torch.factors(batch_rows)
+    if norms is None or wrapped.limits.scope == "row":
+        wrapped.in_torch.factors(batch_rows)
     else:
-        clipped.in_torch.factors_of_norms(batch_rows, *torch.cat(norms, dim=1)[:, batch_rows.table])
+        wrapped.in_torch.factors_of_norms(batch_rows, *torch.cat(norms, dim=1)[:, batch_rows.table])
 
 
 def dense_adam_(

@@ -6,7 +6,6 @@ FBGEMM's own Adam exists for CUDA only, updates the batch's rows only, and decay
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -17,33 +16,18 @@ from cowrec.errors import UserError
 
 from ..algorithm.adam import AdamConfig
 from ..algorithm.clip import ClipRule, NoClip
-from ..clipping.clipped_lookup import ClippedLookup
-from ..clipping.handle import (
-    DEFAULT_SCALES,
-    Forward,
-    Inputs,
-    LookupsHandle,
-    LossScale,
-    require_unattached,
-    wrap_lookups,
-)
-from ..clipping.requirements import clipped_lookups
-from ..clipping.statistics import TableStats
-from ..clipping.table_rules import named_tables, table_rules
-from ..tbe.discovery import (
-    called_modules,
-    column_split_tables,
-    is_pruned,
-    raised_on_all_ranks,
-    sharded_collections,
-    table_names,
-)
+from ..lookups.handle import LookupsHandle, require_unattached
+from ..lookups.loss_scale import LossScale
+from ..lookups.requirements import lookups_under_rules
+from ..lookups.rules import table_rules
+from ..tbe.collection import is_pruned
+from ..tbe.inventory import ModelInventory
 from .collection_adam import CollectionAdam, UpdatedInBackward
 from .lookup_adam import LookupAdam, require_replaceable
 from .replay import require_replayable
 
 
-class EmbeddingAdam(UpdatedInBackward):
+class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
     """Adam over all sharded tables of a model, with a clip rule; ``config.absent_rows`` sets which rows a step updates.
 
     The tables must be sharded under plain fused SGD (``EmbOptimType.EXACT_SGD``), whose update this class replaces.
@@ -105,71 +89,66 @@ class EmbeddingAdam(UpdatedInBackward):
                 "AdamConfig.wide is FTRL for the columns after clip_columns, but clip_columns is None; give the number"
                 " of leading columns that stay under Adam"
             )
+        inventory, loss_scale = ModelInventory(model), LossScale(grad_scaler)
         self.config, self.rule = config, NoClip() if rule is None else rule
-        self._rules_of = partial(table_rules, model, exclude=exclude)
-        self._rules, factors = self._rules_of(self.rule), dict(lr_factors or {})
-        named = named_tables(model, "lr_factors", factors)
+        self._inventory, self._exclude = inventory, exclude
+        self._rules, factors = table_rules(inventory, self.rule, exclude), dict(lr_factors or {})
+        named = inventory.named("lr_factors", factors)
         self._lr_factors = {table: float(factors[name]) for table, name in named.items()}
         _require_rates(self._lr_factors, config)
-        self._column_ranks = column_ranks = column_split_tables(model)
+        self._column_wise = [name for name, each in inventory.tables.items() if each.column_ranks]
         if config.absent_rows == "replay":
-            require_replayable(self._rules, config, column_ranks)
-        loss_scale = LossScale(grad_scaler)
-        clipped = clipped_lookups(model, self._rules, clip_columns, is_scaled=loss_scale.is_used)
-        collections, called = sharded_collections(model), called_modules(model)
-        require_unattached(called)
-        for module in filter(is_pruned, called.values()):
+            require_replayable(self._rules, config, self._column_wise)
+        wrapped = lookups_under_rules(inventory, self._rules, clip_columns, is_scaled=loss_scale.is_used)
+        require_unattached(inventory)
+        for module in filter(is_pruned, inventory.called.values()):
             raise UserError(
                 f"{type(module).__name__} (ITEP) gives rows to other ids, whose moments EmbeddingAdam would keep; use"
                 " attach_cowclip under a fused optimizer, or TorchRec's managed collision"
             )
-        names = dict(table_names(model))
-        with raised_on_all_ranks(model):
-            require_replaceable([each.lookup for each in clipped])
+        with inventory.raised_on_all_ranks():
+            require_replaceable([each.lookup for each in wrapped])
             self.collections = [
                 CollectionAdam(
-                    module,
-                    [each for each in clipped if each.lookup.collection is module],
+                    collection,
+                    inventory.tables_of(collection),
+                    [each for each in wrapped if each.lookup.collection is collection],
                     config,
                     self._lr_factors,
-                    {name: column_ranks[name] for name in names[module].values() if name in column_ranks},
+                    loss_scale,
                 )
-                for module in collections.values()
+                for collection in inventory.collections.values()
             ]
             for each in self.collections:
                 each.require_undriven()
-        for path, each in zip(collections, self.collections, strict=True):
+        for path, each in zip(inventory.collections, self.collections, strict=True):
             each.make_state(path)
         params = {key: weight for each in self.collections for key, weight in each.params.items()}
         state = {weight: own for each in self.collections for weight, own in each.of_param.items()}
-        self._undo = [each.replace_fused(config.lr) for each in self.collections]
-        super().__init__(params, state, [group for each in self.collections for group in each.groups])
-        adam_of = {adam.clipped: adam for adam in self.lookups}
-        collection_of = {adam.clipped: each for each in self.collections for adam in each.lookups}
-
-        def look_up(clipped: ClippedLookup, forward: Forward, inputs: Inputs) -> Tensor:
-            collection = collection_of[clipped]
-            collection.take_missed_steps()  # a pipeline may look up before it calls the collection
-            return adam_of[clipped].look_up(lambda: collection.lr, loss_scale, forward, inputs)
-
-        self._handle: LookupsHandle = wrap_lookups(
-            called,
-            clipped,
-            look_up,
+        restore = [each.replace_fused(config.lr) for each in self.collections]
+        groups = [group for each in self.collections for group in each.groups]
+        UpdatedInBackward.__init__(self, params, state, groups)
+        adam_of = {adam.wrapped: adam for adam in self.lookups}
+        LookupsHandle.__init__(
+            self,
+            inventory,
+            wrapped,
+            lambda each, forward, inputs: adam_of[each].look_up(forward, inputs),
             lambda each, table, rows: adam_of[each].forget_rows(table, rows),
-            owner=self,
         )
+        self._undo += restore
         for adam in self.lookups:
             adam.compile()
-        for collection in self.collections:
-            collection.hook(called[collection.collection])
+        for each in self.collections:
+            each.hook(inventory.called[each.collection])
+            self._undo.append(each.unhook)
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step, in ``param_groups``.
 
         Raises:
-            ValueError: it is negative or not finite, or replay has set rows to rest that would move under so high a
+            UserError: it is negative or not finite, or replay has set rows to rest that would move under so high a
                 rate; here and when the backward pass takes the step.
         """
         return self.collections[0].lr
@@ -179,43 +158,16 @@ class EmbeddingAdam(UpdatedInBackward):
         for each in self.collections:
             each.lr = value
 
-    def stats(self) -> dict[str, TableStats]:
-        """See :meth:`LookupsHandle.stats`."""
-        return self._handle.stats()
-
-    def latest_ratios(self) -> dict[str, Tensor]:
-        """See :meth:`LookupsHandle.latest_ratios`."""
-        return self._handle.latest_ratios()
-
-    def clipped_shares(self, scales: Sequence[float] = DEFAULT_SCALES) -> dict[str, dict[float, float]]:
-        """See :meth:`LookupsHandle.clipped_shares`."""
-        return self._handle.clipped_shares(scales)
-
-    def reset_stats(self) -> None:
-        """See :meth:`LookupsHandle.reset_stats`."""
-        self._handle.reset_stats()
-
-    def accumulate(self, passes: int) -> None:
-        """Makes one step of every ``passes`` backward passes; see :meth:`LookupsHandle.accumulate`."""
-        self._handle.accumulate(passes)
-
     def remove(self) -> None:
         """Brings all rows up to date and detaches from the model, which then trains by its fused SGD again.
 
         Calling it again has no effect.
         """
         self.flush()
-        for collection in self.collections:
-            collection.unhook()
-        for undo in self._undo:
-            undo()
-        self._undo = []
-        self._handle.remove()
+        super().remove()
 
     def flush(self) -> None:
         """Brings every row and its moments up to date; has no effect unless rows are replayed."""
-        for each in self.collections:
-            each.take_missed_steps()
         for adam in self.lookups:
             adam.flush()
 
@@ -240,11 +192,11 @@ class EmbeddingAdam(UpdatedInBackward):
             after: step after which they hold, in all collections; by default the latest of each.
 
         Raises:
-            ValueError: what must not change does, or absent rows could not be replayed. The next backward pass raises
+            UserError: what must not change does, or absent rows could not be replayed. The next backward pass raises
                 it if a collection has not come to step ``after``.
         """
         rule = self.rule if rule is None else rule
-        rules = self._rules_of(rule)
+        rules = table_rules(self._inventory, rule, self._exclude)
         for what, now, given in (
             ("absent_rows", self.config.absent_rows, config.absent_rows),
             ("adam_epsilon", self.config.adam_epsilon, config.adam_epsilon),
@@ -255,13 +207,13 @@ class EmbeddingAdam(UpdatedInBackward):
                 raise UserError(f"{what} cannot change from {now!r} to {given!r}; make a new EmbeddingAdam")
         _require_rates(self._lr_factors, config)
         if config.absent_rows == "replay":
-            require_replayable(rules, config, self._column_ranks)
+            require_replayable(rules, config, self._column_wise)
         if self.steps:
             self.flush()
         rate = self.lr if config.lr == self.config.lr else config.lr
         self.config, self.rule, self._rules = config, rule, rules
         for adam in self.lookups:
-            adam.clipped.limits.set_rules(rules)
+            adam.wrapped.limits.set_rules(rules)
         for collection in self.collections:
             collection.reconfigure(config, after)
         self.lr = rate
@@ -275,9 +227,9 @@ class EmbeddingAdam(UpdatedInBackward):
         """Brings rows of a table (distinct, int64 [n]) up to date, as far as they are replayed and held here."""
         for adam in (each for each in self.lookups if each.replays):
             for number, shard in enumerate(adam.lookup.shards):
-                if table in (shard.name, shard.table):
+                if table in (shard.name, shard.table.own_name):
                     held = rows[(rows >= shard.first_row) & (rows < shard.first_row + shard.rows)] - shard.first_row
-                    first = adam.clipped.layout.first_row[number]
+                    first = adam.wrapped.layout.first_row[number]
                     adam.catch_up_rows(held.to(first.device) + first)
 
     @contextmanager
@@ -300,7 +252,7 @@ class EmbeddingAdam(UpdatedInBackward):
         """Loads a state that is sharded like this optimizer's.
 
         Raises:
-            ValueError: a table or entry is missing or of another size; or the state was taken within :meth:`as_stored`
+            UserError: a table or entry is missing or of another size; or the state was taken within :meth:`as_stored`
                 and is loaded elsewhere, or the reverse.
         """
         for each in self.collections:

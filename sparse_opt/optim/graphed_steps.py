@@ -18,12 +18,11 @@ class GraphedSteps:
     def are_possible(self) -> bool:
         """True if a graph can repeat a step: it reads all that changes from the device, and waits for nothing."""
         adam = self._adam
-        return adam.config.absent_rows != "dense" and all(each.clipped.rows.is_capturable for each in adam.lookups)
+        return adam.config.absent_rows != "dense" and all(each.wrapped.rows.is_capturable for each in adam.lookups)
 
     def prepare(self) -> None:
         """Prepares the device for the coming step; call it before the capture and each replay of the graph."""
         for each in self._adam.collections:
-            each.take_missed_steps()
             each.history.prepare(each.step + 1, each.lr)
 
     def count(self) -> None:

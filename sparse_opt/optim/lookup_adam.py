@@ -1,6 +1,6 @@
 """Adam on the rows of one lookup: the step that its backward takes, and the steps that absent rows catch up with."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import RLock
@@ -11,8 +11,6 @@ from torch import Tensor
 from cowrec.errors import UserError
 
 from ..algorithm.adam import AdamConfig, AdamScalars, adam_constants, ftrl_constants
-from ..clipping.clipped_lookup import ClippedLookup
-from ..clipping.handle import Forward, Inputs, LossScale, run_in_backward
 from ..kernels.layout import (
     AdamRows,
     AdamState,
@@ -24,6 +22,10 @@ from ..kernels.layout import (
 )
 from ..kernels.profiling import EMBEDDING_UPDATE, profiled
 from ..kernels.torch_rows import is_behind, missed_decay
+from ..lookups.backward import Forward, ReplacedUpdate, look_up_replaced
+from ..lookups.loss_scale import LossScale
+from ..lookups.row_backends import Inputs
+from ..lookups.wrapped_lookup import WrappedLookup
 from ..tbe.lookup import TbeLookup
 from .all_rows import update_all_rows
 from .replay import StepHistory, absent_clip_binds, decay_thresholds, log_beta2
@@ -51,8 +53,12 @@ class LookupAdam:
     the row's id occurs again, when the row is evaluated, or when the table is read.
 
     Args:
+        wrapped: the lookup.
+        config: settings of the first step.
         history: steps of the lookup's collection.
         lr_factors: factors of the tables' learning rates, by name; 1 for those that are not named.
+        lr: called in a backward pass, for the learning rate of its step.
+        loss_scale: scale of the loss.
 
     Attributes:
         exp_avg, exp_avg_sq: moments, flat, float32, laid out like the weights.
@@ -64,9 +70,15 @@ class LookupAdam:
     """
 
     def __init__(
-        self, clipped: ClippedLookup, config: AdamConfig, history: StepHistory, lr_factors: Mapping[str, float]
+        self,
+        wrapped: WrappedLookup,
+        config: AdamConfig,
+        history: StepHistory,
+        lr_factors: Mapping[str, float],
+        lr: Callable[[], float],
+        loss_scale: LossScale,
     ):
-        self.clipped, self._history = clipped, history
+        self.wrapped, self._history, self._lr, self._loss_scale = wrapped, history, lr, loss_scale
         shards, weights = self.lookup.shards, self.lookup.flat_weights()
         self.replays = config.absent_rows == "replay"
         if self.replays and weights.dtype != torch.float32:
@@ -77,7 +89,7 @@ class LookupAdam:
         self.exp_avg, self.exp_avg_sq = self.lookup.zeros_of_weights(), self.lookup.zeros_of_weights()
         self._lr_factors = torch.tensor([lr_factors.get(shard.name, 1.0) for shard in shards], dtype=torch.float32)
         self._lr_factors_here = self._lr_factors.to(weights.device)
-        columns = clipped.limits.columns if config.wide else [shard.embedding_dim for shard in shards]
+        columns = wrapped.limits.columns if config.wide else [shard.embedding_dim for shard in shards]
         self._adam_columns = torch.tensor(columns, device=weights.device)
         rows = sum(shard.rows for shard in shards) if self.replays else 0
         self.last_step = torch.zeros(rows, dtype=torch.int32, device=weights.device)
@@ -95,7 +107,7 @@ class LookupAdam:
         self._ftrl = ftrl_constants(config.wide) if config.wide else None
         self._log_beta2 = log_beta2(config)
         self._log_beta2_here.fill_(self._log_beta2)
-        limits = self.clipped.limits.per_table
+        limits = self.wrapped.limits.per_table
         self._clips_absent = any(absent_clip_binds(limit, config) for limit in limits)
         self._thresholds = decay_thresholds(config, max(self._lr_factors.tolist()), limits)
 
@@ -107,7 +119,7 @@ class LookupAdam:
 
     @property
     def lookup(self) -> TbeLookup:
-        return self.clipped.lookup
+        return self.wrapped.lookup
 
     @property
     def state(self) -> AdamState:
@@ -134,30 +146,28 @@ class LookupAdam:
         numbers = (self._step, scalars, self._log_beta2, self._clips_absent, self._ftrl)
         return AdamRows(self.state, self._constants, self._thresholds, self._device_steps, *numbers)
 
-    def look_up(self, lr: Callable[[], float], loss_scale: LossScale, forward: Forward, inputs: Inputs) -> Tensor:
+    def look_up(self, forward: Forward, inputs: Inputs) -> Tensor:
         """Forward of the lookup: its rows catch up and are looked up; the backward then updates them.
 
         Args:
-            lr: called in the backward, for the learning rate of its step.
-            loss_scale: scale of the loss.
             forward: FBGEMM's.
             inputs: its keyword arguments.
         """
-        id_weights, bags = inputs.get("per_sample_weights"), self.clipped.bags.of(inputs)
+        bags = self.wrapped.bags.of(inputs)
         with torch.no_grad():
             caught_up = self.catch_up(bags)
-            pooled, ids = self.clipped.rows.pool(bags, inputs, caught_up)
+            pooled, ids = self.wrapped.rows.pool(bags, inputs, caught_up)
             output = forward(**inputs) if pooled is None else pooled
         if not torch.is_grad_enabled():
             return output
         # Passes of one step may have brought rows to different steps.
-        step_of_forward = self._step if self.clipped.accumulation.passes == 1 else -1
+        step_of_forward = self._step if self.wrapped.accumulation.passes == 1 else -1
 
         def update(backward: LookupBackward) -> None:
             with profiled(EMBEDDING_UPDATE):
-                self.update(backward, lr(), step_of_forward)
+                self.update(backward, self._lr(), step_of_forward)
 
-        return run_in_backward(output, self.clipped, bags, id_weights, loss_scale, update, ids=ids)
+        return look_up_replaced(output, self.wrapped, bags, inputs, ReplacedUpdate(update), self._loss_scale, ids)
 
     def update(self, backward: LookupBackward, lr: float, step_of_forward: int) -> None:
         """Takes a step; ``step_of_forward`` is the one that the forward pass brought the rows to."""
@@ -175,25 +185,25 @@ class LookupAdam:
 
     def take_without_ids(self, lr: float) -> None:
         """Takes a step in which no id occurs."""
-        self.update(self.clipped.without_ids(), lr, self._step)
+        self.update(self.wrapped.without_ids(), lr, self._step)
 
     def compile(self) -> None:
         """Compiles the CPU's kernels of a step, unless they are on disk."""
         adam = self._rows()
         if self.replays and not self.last_step.is_cuda:
-            self.clipped.kernels.catch_up(self.clipped.without_ids().bags, adam)
-            self.clipped.kernels.replay(self.last_step[:0].long(), adam)
+            self.wrapped.kernels.catch_up(self.wrapped.without_ids().bags, adam)
+            self.wrapped.kernels.replay(self.last_step[:0].long(), adam)
         if self._config.absent_rows != "dense":
-            self.clipped.compile(lambda rows, nothing: rows.update(nothing, adam))
+            self.wrapped.compile(lambda rows, nothing: rows.update(nothing, adam))
 
     def _take_step(self, backward: LookupBackward, lr: float) -> None:
-        if self.replays or self.clipped.rows.is_capturable:
+        if self.replays or self.wrapped.rows.is_capturable:
             self._history.prepare(self._step, lr)
         scalars = self._history.scalars(self._step, lr)
         if self._config.absent_rows == "dense":
-            update_all_rows(self.clipped, self.state, backward, self._config, scalars, self._lr_factors)
+            update_all_rows(self.wrapped, self.state, backward, self._config, scalars, self._lr_factors)
         else:
-            self.clipped.rows.update(backward, self._rows(scalars))
+            self.wrapped.rows.update(backward, self._rows(scalars))
 
     def catch_up(self, bags: LookupBags) -> LookupIds | None:
         """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them.
@@ -202,7 +212,7 @@ class LookupAdam:
             RuntimeError: rows were written by others while steps were owed; here and where other rows catch up.
         """
         with self.writing():
-            return self.clipped.rows.catch_up(bags, self._rows()) if self.replays else None
+            return self.wrapped.rows.catch_up(bags, self._rows()) if self.replays else None
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -244,33 +254,60 @@ class LookupAdam:
         with self.writing():
             behind = rows[is_behind(self.last_step[rows], self._step)]
             if len(behind):
-                self.clipped.rows.replay(behind, self._rows())
+                self.wrapped.rows.replay(behind, self._rows())
 
     def catch_up_all(self) -> None:
-        """Does :meth:`catch_up_rows` for every row."""
-        for first in range(0, len(self.last_step), _ROWS_AT_ONCE):
+        """Does :meth:`catch_up_rows` for every row; has no effect unless rows are replayed."""
+        if self.replays:
+            for table in range(len(self.lookup.shards)):
+                self._catch_up_table(table)
+            self._current_at = self._step
+
+    def _catch_up_table(self, table: int) -> None:
+        first = int(self.wrapped.layout.first_row[table])
+        for begin, last in enumerate(self.last_step_of(table).split(_ROWS_AT_ONCE)):
             with self.writing():
-                last = self.last_step[first : first + _ROWS_AT_ONCE]
-                behind = is_behind(last, self._step).nonzero().flatten() + first
+                behind = is_behind(last, self._step).nonzero().flatten() + first + begin * _ROWS_AT_ONCE
                 if len(behind):
-                    self.clipped.rows.replay(behind, self._rows())
-        self._current_at = self._step
+                    self.wrapped.rows.replay(behind, self._rows())
 
     def flush(self) -> None:
         """Brings every row and all its moments to the latest step; has no effect unless rows are replayed."""
-        if not self.replays:
-            return
-        self.catch_up_all()
         for table in range(len(self.lookup.shards)):
-            columns = int(self._adam_columns[table])
-            second = self.lookup.view_of(self.exp_avg_sq, table)[:, :columns].split(_ROWS_AT_ONCE)
-            for last, part in zip(self.last_step_of(table).split(_ROWS_AT_ONCE), second, strict=True):
-                part.mul_(missed_decay(last, self._step, self._log_beta2)[:, None])
-                last.fill_(self._step)
+            self.flush_table(table)
+        self._current_at = self._step
+
+    def flush_table(self, table: int) -> None:
+        """Does :meth:`flush` for the rows of one table."""
+        if not (self.replays and self._step):
+            return
+        self._catch_up_table(table)
+        columns = int(self._adam_columns[table])
+        second = self.lookup.view_of(self.exp_avg_sq, table)[:, :columns].split(_ROWS_AT_ONCE)
+        for last, part in zip(self.last_step_of(table).split(_ROWS_AT_ONCE), second, strict=True):
+            part.mul_(missed_decay(last, self._step, self._log_beta2)[:, None])
+            last.fill_(self._step)
+
+    def flush_before_loading(self, loaded: Collection[int]) -> None:
+        """Does :meth:`flush` before weights are loaded, of tables whose memory begins at the addresses ``loaded``.
+
+        If others have written rows, such tables hold what is to be loaded, and take no step that they missed.
+        """
+        if self.is_written:
+            self.accept_writes()
+            for table, view in enumerate(self.views()):
+                if view.data_ptr() in loaded:
+                    self.last_step_of(table).fill_(self._step)
+        self.flush()
+
+    def views(self) -> list[Tensor]:
+        """Weights of each shard, [rows, D], in the lookup's memory."""
+        weights = self.lookup.flat_weights()
+        return [self.lookup.view_of(weights, table) for table in range(len(self.lookup.shards))]
 
     def last_step_of(self, table: int) -> Tensor:
         """:attr:`last_step` of one table's rows, in the same memory."""
-        first = int(self.clipped.layout.first_row[table])
+        first = int(self.wrapped.layout.first_row[table])
         return self.last_step[first : first + self.lookup.shards[table].rows]
 
     def mark_current(self) -> None:
@@ -294,7 +331,7 @@ class LookupAdam:
         self.exp_avg[elements] = 0
         self.exp_avg_sq[elements] = 0
         if self.replays:
-            rows = self.clipped.layout.first_row[shard.to(elements.device)] + row.to(elements.device)
+            rows = self.wrapped.layout.first_row[shard.to(elements.device)] + row.to(elements.device)
             self.last_step[rows] = self._step
 
     def forget_rows(self, table: int, rows: Tensor) -> None:
@@ -308,12 +345,12 @@ class LookupAdam:
         """Counts a step that a captured CUDA graph has taken, in which no code of this class ran."""
         self._step += 1
         if self._captured:
-            self.clipped.statistics.latest = self._captured
+            self.wrapped.statistics.latest = self._captured
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Takes back what the host counts within, because the kernels are recorded but do not run."""
-        statistics = self.clipped.statistics
+        statistics = self.wrapped.statistics
         step, latest, self._captured = self._step, statistics.latest, None
         try:
             yield
@@ -327,4 +364,4 @@ class LookupAdam:
 
     def read_by_graph(self) -> tuple[Tensor, ...]:
         """Tensors that a captured CUDA graph of a step reads and that nothing else may hold any more."""
-        return *self.replaceable(), *self.clipped.bags.tensors
+        return *self.replaceable(), *self.wrapped.bags.tensors

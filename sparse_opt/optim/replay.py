@@ -12,8 +12,8 @@ from cowrec.errors import UserError
 
 from ..algorithm.adam import AdamConfig, AdamScalars, BetaHistory, adam_constants, adam_scalars
 from ..algorithm.clip import RowLimit
-from ..clipping.table_rules import TableRules
 from ..kernels.layout import DecayThresholds, Schedule
+from ..lookups.rules import TableRules
 
 DECAYED = 1e-11
 """Largest weight that has decayed where L2 draws it to zero; likewise the change that a first moment still causes."""

@@ -16,21 +16,13 @@ from torch import Tensor, nn
 
 from cowrec.errors import UserError
 
-from ..clipping.handle import attached_to, waiting_passes
-from ..clipping.table_rules import named_tables
 from ..id_tables.kernels.hashing import GOLDEN, mix
 from ..id_tables.kernels.slots import COOLDOWN
 from ..id_tables.tables import NewRows
 from ..kernels.compiled import compiled
-from ..tbe.discovery import (
-    NO_ROWS,
-    called_modules,
-    find_lookups,
-    lookup_modules,
-    raised_on_all_ranks,
-    rows_of_tables,
-    table_names,
-)
+from ..lookups.handle import attached_to
+from ..tbe.collection import lookup_modules
+from ..tbe.inventory import NO_ROWS, ModelInventory
 from ..tbe.lookup import TbeLookup
 from .embedding_adam import EmbeddingAdam
 from .lookup_adam import LookupAdam
@@ -80,7 +72,8 @@ class RowInitializer:
                 "optimizer must be the EmbeddingAdam that trains the tables, itself and not in a wrapper, or None under"
                 f" FBGEMM's fused optimizers; got {type(optimizer).__name__}"
             )
-        named = named_tables(model, "tables", tables)
+        inventory = ModelInventory(model)
+        named = inventory.named("tables", tables)
         self._optimizer = optimizer
         self._columns = np.array([columns] * len(tables) if isinstance(columns, int) else columns)
         if len(self._columns) != len(tables):
@@ -90,23 +83,21 @@ class RowInitializer:
         self._std = std
         hashes = [hashlib.sha256(f"{seed}/{table}".encode()).digest() for table in tables]
         self._keys = np.array([int.from_bytes(each[:8], "little") for each in hashes], np.uint64)
-        rows = rows_of_tables(model)
-        self._tables = [(table, min(rows[each] for each in named if named[each] == table)) for table in tables]
-        called, names = called_modules(model), dict(table_names(model))
-        self._has_collections = bool(called)
+        rows = {name: [inventory.tables[each].rows for each in named if named[each] == name] for name in tables}
+        self._tables = [(name, min(rows[name])) for name in tables]
+        self._has_collections = bool(inventory.collections)
         self._made_with = {
             collection: (min(own), lookup_modules(collection))
-            for collection in called
-            if (own := named.keys() & set(names[collection].values()))
+            for collection in inventory.called
+            if (own := named.keys() & inventory.tables_of(collection).keys())
         }
         adams = {adam.lookup.module: adam for adam in optimizer.lookups} if optimizer else {}
-        with raised_on_all_ranks(model):
-            lookups, refusals = find_lookups(model)
+        pairs = [(lookup, adams.get(lookup.module)) for lookup in inventory.lookups]
+        with inventory.raised_on_all_ranks():
             for table in named:
-                if (reason := refusals.get(table, NO_ROWS)) != NO_ROWS:  # a rank without rows has none to reset
+                if (reason := inventory.unclippable.get(table, NO_ROWS)) != NO_ROWS:  # without rows there are none
                     raise UserError(f"rows of table {table!r} cannot be reset for new ids: {reason}")
             self._require_unchanged()
-            pairs = [(lookup, adams.get(lookup.module)) for lookup in lookups]
             for lookup, adam in pairs:
                 for shard in lookup.shards:
                     if adam is None and lookup.has_dense_gradient and shard.name in named:
@@ -121,7 +112,7 @@ class RowInitializer:
         ]
         self._batch_waits = self._looked_up_ahead = False
         self._running = 0
-        for collection, module in called.items():
+        for collection, module in inventory.called.items():
             module.register_forward_pre_hook(self._begin_forward, prepend=True)
             module.register_forward_hook(self._end_forward, always_call=True)
             for lookup_module in self._made_with.get(collection, ("", ()))[1]:
@@ -162,7 +153,7 @@ class RowInitializer:
                 " embedding_lookup_stream of StagedTrainPipeline do: its new ids got the rows of earlier ones, which"
                 " are reset too late; use TrainPipelineSparseDist"
             )
-        waiting = max(map(waiting_passes, self._made_with), default=0)
+        waiting = max((handle.waiting for each in self._made_with if (handle := attached_to(each))), default=0)
         if waiting >= COOLDOWN and len(new_rows.row):
             raise UserError(
                 f"{waiting} backward passes wait for their step, and rows that were freed {COOLDOWN} batches ago may"

@@ -1,16 +1,15 @@
-"""One lookup of a sharded TorchRec model: its FBGEMM module, the module's tables, features and weights, and its bags.
+"""One lookup of a sharded TorchRec model: its FBGEMM module, and the tables, features and weights of that.
 
-Only this file, discovery.py and one_process.py use private attributes of TorchRec and FBGEMM; versions.py has the
-versions they are tested with. Terms: a lookup is one table-batched embedding module (TBE) of FBGEMM; it holds shards of
-several tables and reads T features (a table may serve several) for B bags each.
+Only this folder uses private attributes of TorchRec and FBGEMM; versions.py has the versions they are tested with.
+Terms: a lookup is one table-batched embedding module (TBE) of FBGEMM; it holds shards of several tables and reads T
+features (a table may serve several) for B bags each.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, PoolingMode
@@ -20,46 +19,41 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     WeightDecayMode,
 )
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_global_rank
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed.tensor import DTensor
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torch.distributed import ProcessGroup
 
-from cowrec.errors import UserError
-
-from ..kernels.layout import Blocks, LookupBags, LookupLayout
-
-ShardedCollection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
-_MOST_SIZES = 64
-"""Batch sizes whose blocks a lookup keeps."""
+from ..kernels.layout import LookupBags
+from .plan import ShardedCollection, Table, lookups_of_ranks, process_group_of
 
 
 @dataclass(frozen=True)
 class TableShard:
-    """Part of a table that a lookup holds.
+    """Part of a table that a lookup holds; a lookup may hold several shards of a table.
 
     Attributes:
-        name: the table's name in the model; a lookup may hold several shards of a table.
-        table: its name in the collection; the same unless several collections have it.
+        table: the table.
         rows: rows held here.
         first_row: index of the first of them in the table.
         embedding_dim: columns of a row held here.
         first_column: index of the first of them in the table's row.
         table_dim: columns of the table's row on all ranks.
-        column_ranks: under column-wise sharding the ranks that hold the row's column shards, in ascending order, one
-            for each shard; empty where rows are not sharded.
     """
 
-    name: str
-    table: str
+    table: Table
     rows: int
     first_row: int
     embedding_dim: int
     first_column: int
     table_dim: int
-    column_ranks: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The table's name in the model."""
+        return self.table.name
+
+    @property
+    def column_ranks(self) -> tuple[int, ...]:
+        """Global ranks of the column shards of these rows, one for each; empty where columns are not sharded."""
+        return self.table.column_ranks.get(self.first_row, ())
 
 
 @dataclass(frozen=True)
@@ -89,14 +83,14 @@ class TbeLookup:
         feature_table: table number of each feature, [T]; features of one table are neighbours.
     """
 
-    def __init__(self, kernel: Any, collection: ShardedCollection, names: Mapping[str, str]):
+    def __init__(self, kernel: Any, collection: ShardedCollection, tables: Mapping[str, Table]):
         self.module: SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen = kernel.emb_module
         self.collection = collection
         self.has_dense_gradient = isinstance(self.module, DenseTableBatchedEmbeddingBagsCodegen)
-        tables, views = kernel._config.embedding_tables, self.module.split_embedding_weights()
-        self.is_replicated = all(table.local_metadata is None for table in tables)
+        configs, views = kernel._config.embedding_tables, self.module.split_embedding_weights()
+        self.is_replicated = all(config.local_metadata is None for config in configs)
         self.shards = tuple(
-            _shard_of(collection, table, view, names[table.name]) for table, view in zip(tables, views, strict=True)
+            _shard_of(tables[config.name], config, view) for config, view in zip(configs, views, strict=True)
         )
         self.feature_table: list[int] = list(kernel._feature_table_map)
         self._ones = torch.ones(0, dtype=torch.float32)
@@ -225,7 +219,7 @@ class TbeLookup:
 
     @property
     def parameter(self) -> Tensor:
-        """Allocation that holds all its tables; discovery.py refuses lookups with several. With a dense gradient it is
+        """Allocation that holds all its tables; inventory.py refuses lookups with several. With a dense gradient it is
         the parameter that has it.
         """
         tbe = self.module
@@ -258,7 +252,7 @@ class TbeLookup:
     @property
     def splits_rows(self) -> bool:
         """True if other ranks hold more rows of its tables."""
-        return any(has_row_shards(self.collection, shard.table) for shard in self.shards)
+        return any(shard.table.splits_rows for shard in self.shards)
 
     @property
     def splits_columns(self) -> bool:
@@ -268,9 +262,8 @@ class TbeLookup:
     @property
     def has_equal_partners(self) -> bool:
         """True if all ranks with columns of its tables look up the same tables, one column shard of each."""
-        names = [shard.table for shard in self.shards]
-        tables_of_ranks = [table_names_of(group) for _, group in groups_of_ranks(self.collection)]
-        partners = [tables for tables in tables_of_ranks if set(names) & set(tables)]
+        names = [shard.table.own_name for shard in self.shards]
+        partners = [each.tables for each in lookups_of_ranks(self.collection) if set(names) & set(each.tables)]
         return len(set(names)) == len(names) and all(tables == names for tables in partners)
 
     @cached_property
@@ -309,235 +302,7 @@ class TbeLookup:
         return flat[start : start + shard.rows * shard.embedding_dim].view(shard.rows, shard.embedding_dim)
 
 
-def _shard_of(collection: Any, table: Any, weights: Tensor, name: str) -> TableShard:
-    metadata = table.local_metadata
-    first_row, first_column = metadata.shard_offsets if metadata is not None else (0, 0)
-    ranks = ranks_of_columns(collection, table.name).get(first_row, ())
+def _shard_of(table: Table, config: Any, weights: Tensor) -> TableShard:
+    first_row, first_column = config.local_metadata.shard_offsets if config.local_metadata is not None else (0, 0)
     rows, columns = weights.shape
-    return TableShard(name, table.name, rows, first_row, columns, first_column, table.embedding_dim, ranks)
-
-
-def process_group_of(collection: ShardedCollection) -> ProcessGroup:
-    """Processes that a collection is sharded over."""
-    group: ProcessGroup = collection._env.process_group
-    return group
-
-
-def groups_of_ranks(collection: Any) -> Iterator[tuple[int, Any]]:
-    """Lookups of all ranks as (rank, TorchRec's description of it), those of a rank in their order there."""
-    sequences = getattr(collection, "_sharding_type_to_sharding", {}).values()
-    for sharding in getattr(collection, "_embedding_shardings", sequences):
-        for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
-            yield from ((rank, group) for group in groups)
-
-
-def table_names_of(group: Any) -> list[str]:
-    """Names of the tables of a lookup that :func:`groups_of_ranks` found."""
-    return [table.name for table in group.embedding_tables]
-
-
-def ranks_of_columns(collection: Any, table: str) -> dict[int, tuple[int, ...]]:
-    """Global ranks of the column shards of a table's rows, one for each, by the first of these rows.
-
-    Several rows are first under grid sharding; none where columns are not sharded.
-    """
-    plan, group = collection.module_sharding_plan[table], collection._env.process_group
-    shards = plan.sharding_spec.shards if plan.sharding_spec is not None else ()
-    if len({shard.shard_offsets[1] for shard in shards}) < 2:
-        return {}
-    found: dict[int, list[int]] = {}
-    for shard, rank in zip(shards, plan.ranks, strict=True):
-        if not shard.shard_sizes[0]:
-            continue  # all shards without rows begin at one row, in whichever part of the rows they are
-        found.setdefault(shard.shard_offsets[0], []).append(get_global_rank(group, rank))
-    return {first_row: tuple(sorted(ranks)) for first_row, ranks in found.items()}
-
-
-def has_row_shards(collection: Any, table: str) -> bool:
-    """True if a table has several shards with different rows."""
-    spec = collection.module_sharding_plan[table].sharding_spec
-    return spec is not None and len({shard.shard_offsets[0] for shard in spec.shards}) > 1
-
-
-def sharded_like_weights(
-    collection: ShardedCollection,
-    lookups: Sequence[TbeLookup],
-    flats: Sequence[Tensor],
-    dtype: torch.dtype,
-    *,
-    per_row: bool = False,
-) -> dict[str, ShardedTensor | Tensor]:
-    """Wraps state of the rows into tensors that are sharded, or replicated, like the weights.
-
-    Args:
-        collection: a collection, of which a rank may hold no lookup.
-        lookups: all its lookups on this rank.
-        flats: for each lookup a flat tensor as in :meth:`TbeLookup.view_of`; the result shares its memory.
-        dtype: type of the flat tensors.
-        per_row: whether they hold one value for each row; of column shards only the first one's is used.
-
-    Returns:
-        One tensor for each table, for ``torch.distributed.checkpoint``, by the key of its weight in the collection's
-        ``state_dict()`` without ``.weight``. All ranks must call together.
-    """
-    by_address: dict[int, Tensor] = {}
-    for lookup, flat in zip(lookups, flats, strict=True):
-        for table, view in enumerate(lookup.module.split_embedding_weights()):
-            by_address[view.data_ptr()] = lookup.view_of(flat, table)
-    result: dict[str, ShardedTensor | Tensor] = {}
-    for weight_key, weight in collection.state_dict().items():
-        key = weight_key.removesuffix(".weight")
-        if isinstance(weight, ShardedTensor):
-            width = 1 if per_row else None
-            parts = [
-                # Shards without rows have no distinct address.
-                by_address[shard.tensor.data_ptr()] if len(shard.tensor) else shard.tensor.to(dtype)[:, :width]
-                for shard in weight.local_shards()
-            ]
-            result[key] = _sharded_like(weight, parts, dtype, per_row)
-        elif isinstance(weight, DTensor):
-            raise UserError(
-                f"table {key!r} is given out as a DTensor, of which the optimizer's state cannot be saved and loaded;"
-                " leave output_dtensor out of the ShardingEnv"
-            )
-        elif weight.data_ptr() in by_address:
-            result[key] = by_address[weight.data_ptr()]
-    return result
-
-
-def _sharded_like(weight: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype, per_row: bool) -> ShardedTensor:
-    """Builds a tensor that is sharded like a weight, or over the rows alone."""
-
-    def narrow(shard: ShardMetadata) -> ShardMetadata:
-        return replace(shard, shard_sizes=[shard.shard_sizes[0], 1]) if per_row else shard
-
-    def holds_rows(shard: ShardMetadata) -> bool:
-        return not per_row or shard.shard_offsets[1] == 0
-
-    complete = weight.metadata()
-    metadata = ShardedTensorMetadata(
-        shards_metadata=[narrow(each) for each in complete.shards_metadata if holds_rows(each)],
-        size=torch.Size([complete.size[0], 1]) if per_row else complete.size,
-        tensor_properties=replace(complete.tensor_properties, dtype=dtype),
-    )
-    shards = [
-        Shard(part, narrow(each.metadata))
-        for part, each in zip(parts, weight.local_shards(), strict=True)
-        if holds_rows(each.metadata)
-    ]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, metadata, process_group=weight._process_group
-    )
-
-
-def layout_of(lookup: TbeLookup) -> LookupLayout:
-    """Computes the geometry of a lookup, on its device."""
-    device = lookup.flat_weights().device
-    rows = [shard.rows for shard in lookup.shards]
-    dims = [shard.embedding_dim for shard in lookup.shards]
-
-    def on_device(values: Sequence[int] | np.ndarray) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int64, device=device)
-
-    return LookupLayout(
-        rows=on_device(rows),
-        dim=on_device(dims),
-        start=on_device(lookup.weight_offsets),
-        first_row=on_device(np.cumsum([0, *rows[:-1]])),
-        max_dim=max(dims),
-        size=lookup.flat_weights().numel(),
-        tables=len(rows),
-        num_rows=sum(rows),
-    )
-
-
-class BagsOfLookup:
-    """Finds where the bags of a lookup's forward passes have their outputs.
-
-    Args:
-        feature_table: table of each feature, [T]; the features of a table are neighbours.
-        dims: columns of each table.
-        is_sequence: whether rows are not pooled; all tables then have the same columns.
-    """
-
-    def __init__(
-        self, feature_table: Sequence[int], dims: Sequence[int], device: torch.device, *, is_sequence: bool = False
-    ):
-        self._tables, self._num_tables = np.array(feature_table), len(dims)
-        self._dims, self._device, self.is_sequence = np.array(dims)[self._tables], device, is_sequence
-        self._pooled: dict[int, tuple[Blocks, int]] = {}
-
-    def of(self, inputs: Mapping[str, Any]) -> LookupBags:
-        """Ids of a forward pass, from its keyword arguments: ``indices``, ``offsets`` and, under a variable batch size,
-        ``batch_size_per_feature_per_rank``.
-
-        Raises:
-            ValueError: several lookups write into one output.
-        """
-        if inputs.get("vbe_output") is not None:
-            raise UserError(
-                "under a variable batch size per feature, tables that are looked up separately write into one output,"
-                " whose gradient cannot be told apart; give all tables of the collection the same pooling, data type"
-                " and fused_params, or one collection for each"
-            )
-        indices, offsets = inputs["indices"], inputs["offsets"]
-        if self.is_sequence:
-            return self._sequences(indices, offsets)
-        if (sizes := inputs.get("batch_size_per_feature_per_rank")) is not None:
-            # FBGEMM's output has the bags of the first rank, feature by feature, then those of the next.
-            return LookupBags(indices, offsets, *self._blocks_of_ranks(np.array(sizes, np.int64)))
-        return LookupBags(indices, offsets, *self._pooled_blocks((len(offsets) - 1) // len(self._dims)))
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The blocks of the batch sizes so far, which a CUDA graph must hold as long as it is replayed."""
-        return tuple(each for blocks, _ in self._pooled.values() for each in blocks)
-
-    def _pooled_blocks(self, size: int) -> tuple[Blocks, int]:
-        """Blocks of batches of ``size`` samples, and the elements of their output; made once for each size."""
-        if size not in self._pooled:
-            if len(self._pooled) == _MOST_SIZES:
-                self._pooled.clear()
-            features, width = len(self._dims), int(self._dims.sum())
-            address, stride = self._dims.cumsum() - self._dims, np.full(features, width)
-            blocks = self._blocks(self._tables, np.arange(features + 1) * size, address, stride)
-            self._pooled[size] = blocks, size * width
-        return self._pooled[size]
-
-    def _blocks_of_ranks(self, sizes: np.ndarray) -> tuple[Blocks, int]:
-        elements = sizes * self._dims[:, None]
-        ends = elements.T.cumsum().reshape(elements.T.shape).T
-        first_bag = np.concatenate([[0], sizes.ravel().cumsum()])
-        tables, dims = (np.repeat(each, sizes.shape[1]) for each in (self._tables, self._dims))
-        return self._blocks(tables, first_bag, (ends - elements).ravel(), dims), int(elements.sum())
-
-    def _sequences(self, indices: Tensor, offsets: Tensor) -> LookupBags:
-        """Every id is a bag; the features' first ones stay on the device."""
-        size, dim = (len(offsets) - 1) // len(self._dims), int(self._dims[0])
-        first_bag = (
-            offsets[::size].long().contiguous() if size else offsets.new_zeros(len(self._dims) + 1, dtype=torch.int64)
-        )
-        blocks = self._pooled_blocks(0)[0]._replace(
-            first_bag=first_bag, address=first_bag[:-1] * dim, stride=torch.full_like(first_bag[:-1], dim)
-        )
-        each = torch.arange(indices.numel() + 1, device=indices.device)
-        return LookupBags(indices, each, blocks, indices.numel() * dim)
-
-    def _blocks(self, tables: np.ndarray, first_bag: np.ndarray, address: np.ndarray, stride: np.ndarray) -> Blocks:
-        first_block = np.searchsorted(tables, np.arange(self._num_tables + 1))
-        packed = torch.from_numpy(np.concatenate([tables, first_block, first_bag, address, stride]))
-        if self._device.type == "cuda":
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
-        blocks = len(tables)
-        return Blocks(*packed.split([blocks, self._num_tables + 1, blocks + 1, blocks, blocks]))
-
-
-def raise_bad_id(lookup: TbeLookup, bad: Sequence[int], begins: np.ndarray, indices: np.ndarray) -> None:
-    """Raises ValueError for the first offset in ``indices`` that a kernel found outside its table; -1 is none."""
-    for offset in bad:
-        if offset >= 0:
-            shard = lookup.shards[int(np.searchsorted(begins, offset, side="right")) - 1]
-            raise UserError(
-                f"id {int(indices[offset])} is outside table {shard.name!r}, which holds {shard.rows} rows here; "
-                "map ids into [0, num_embeddings) before the lookup"
-            )
+    return TableShard(table, rows, first_row, columns, first_column, config.embedding_dim)

@@ -1,7 +1,7 @@
 """Forward of sharded collections in one process: straight to the lookups, without the exchange between ranks.
 
 TorchRec exchanges ids and rows with one rank too. That costs host time in every step and waits for the device once, and
-the exchanged tensors equal those that went in. Like lookup.py, this file uses private attributes of TorchRec.
+the exchanged tensors equal those that went in.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from ..kernels.profiling import profiled
-from .discovery import sharded_collections
+from .inventory import ModelInventory
 
 _Forward = Callable[[KeyedJaggedTensor], KeyedTensor]
 
@@ -31,7 +31,7 @@ def look_up_directly(model: nn.Module) -> None:
     Args:
         model: any module that holds sharded EmbeddingBagCollections.
     """
-    for collection in sharded_collections(model).values():
+    for collection in ModelInventory(model).collections.values():
         if isinstance(collection, ShardedEmbeddingBagCollection) and only_exchanges(collection):
             collection.forward = partial(_look_up, collection, collection.forward)
 

@@ -29,7 +29,7 @@ from cowrec.sparse_opt import (
     LookupsHandle,
     attach_cowclip,
 )
-from cowrec.sparse_opt.tbe.discovery import set_initial_rates
+from cowrec.sparse_opt.tbe.collection import set_initial_rates
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
 
 from ..config.run import RunConfig

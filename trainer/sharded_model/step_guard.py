@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from cowrec.sparse_opt.tbe.discovery import find_lookups
+from cowrec.sparse_opt.tbe.inventory import ModelInventory
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
 
 from ..runtime.processes import Process
@@ -47,7 +47,7 @@ class StepGuard:
         self._kept: list[Tensor] = []
         model.register_forward_pre_hook(self._begin_pass)
         model.register_forward_hook(self._end_pass)
-        for lookup in find_lookups(model)[0]:
+        for lookup in ModelInventory(model).lookups:
             self._cut(lookup)
 
     def admits(self) -> bool:

@@ -22,7 +22,7 @@ from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import EmbeddingAdam, LookupsHandle
 from cowrec.sparse_opt.kernels.profiling import profiled
 from cowrec.sparse_opt.optim.graphed_steps import GraphedSteps
-from cowrec.sparse_opt.tbe.discovery import sharded_collections
+from cowrec.sparse_opt.tbe.inventory import ModelInventory
 from cowrec.sparse_opt.tbe.one_process import only_exchanges
 
 from ..runtime.processes import Process
@@ -86,7 +86,7 @@ def why_not_captured(plan: RunPlan, model: nn.Module, optimizer: EmbeddingAdam |
         return f'optimizer.embedding = "{config.optimizer.embedding}" counts its steps on the host'
     if not GraphedSteps(optimizer).are_possible:
         return f'optimizer.absent_rows = "{optimizer.config.absent_rows}" with clip.rule = "{config.clip.rule}"'
-    if not all(map(only_exchanges, sharded_collections(model).values())):
+    if not all(map(only_exchanges, ModelInventory(model).collections.values())):
         return "column-wise tables are joined by TorchRec"
     return ""
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import EmbeddingAdam, IdTables
 from cowrec.sparse_opt.optim.collection_adam import LRS
-from cowrec.sparse_opt.tbe.discovery import find_lookups, set_rates
+from cowrec.sparse_opt.tbe.collection import set_rates
+from cowrec.sparse_opt.tbe.inventory import ModelInventory
 
 from ..config.run import to_plain
 from ..config.sections import OnNonfinite
@@ -278,7 +279,7 @@ class TrainState:
 
     def _iterations(self) -> Tensor:
         """Forward passes as FBGEMM counts them; ranks without a table count none."""
-        counted = torch.tensor(max((lookup.iterations for lookup in find_lookups(self.model)[0]), default=0))
+        counted = torch.tensor(max((lookup.iterations for lookup in ModelInventory(self.model).lookups), default=0))
         if dist.get_world_size() > 1:
             counted = counted.to(self.model.device)
             dist.all_reduce(counted, dist.ReduceOp.MAX)

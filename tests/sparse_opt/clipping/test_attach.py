@@ -41,11 +41,12 @@ from cowrec.sparse_opt import (
     attach_cowclip,
     detach_cowclip,
 )
-from cowrec.sparse_opt.clipping.clipped_lookup import Accumulation, ClippedLookup
-from cowrec.sparse_opt.clipping.statistics import ClipStatistics
-from cowrec.sparse_opt.clipping.table_rules import TableRules, table_rules
 from cowrec.sparse_opt.kernels.layout import LookupBackward
-from cowrec.sparse_opt.tbe.discovery import find_lookups
+from cowrec.sparse_opt.lookups.accumulation import Accumulation
+from cowrec.sparse_opt.lookups.rules import TableRules, table_rules
+from cowrec.sparse_opt.lookups.statistics import ClipStatistics
+from cowrec.sparse_opt.lookups.wrapped_lookup import WrappedLookup
+from cowrec.sparse_opt.tbe.inventory import ModelInventory
 from process_groups import in_processes, process_group
 from random_problems.drawing import Problem, small_problem
 from random_problems.in_loops import row_gradients
@@ -178,22 +179,22 @@ def test_evaluation_and_the_users_weights_are_unchanged() -> None:
 def test_the_l2_of_a_frequent_id_is_not_lost(backend: str) -> None:
     """Divided over 2^15 occurrences, L2 would be below half a unit in the last place of each."""
     case = small_problem(rows=(1,), features=(("a",),))
-    clipped = ClippedLookup(find_lookups(sharded_model(case))[0][0], TableRules(NoClip()), {"t0": 8})
-    weight = clipped.lookup.flat_weights().fill_(0.5)
+    wrapped = WrappedLookup(ModelInventory(sharded_model(case)).lookups[0], TableRules(NoClip()), {"t0": 8})
+    weight = wrapped.lookup.flat_weights().fill_(0.5)
     grad = torch.ones(1 << 15, 8)
     grad[1::2] = -1
     ids, offsets = torch.zeros(1 << 15, dtype=torch.int64), torch.arange((1 << 15) + 1)
-    bags = clipped.bags.of({"indices": ids, "offsets": offsets})
-    run_on(backend, clipped)
-    output_grad = clipped.rows.clipped_output_grad(LookupBackward(bags, None, grad), 1e-4)
+    bags = wrapped.bags.of({"indices": ids, "offsets": offsets})
+    run_on(backend, wrapped)
+    output_grad = wrapped.rows.clipped_output_grad(LookupBackward(bags, None, grad), 1e-4)
     torch.testing.assert_close(output_grad.sum(0), 2e-4 * weight, rtol=1e-6, atol=0)
 
 
 def test_an_id_outside_its_table_is_named() -> None:
-    clipped = ClippedLookup(find_lookups(sharded_model(small_problem()))[0][0], TableRules(RULE), {})
-    bags = clipped.bags.of({"indices": torch.tensor([0, 99, 0, 0]), "offsets": torch.arange(5)})
+    wrapped = WrappedLookup(ModelInventory(sharded_model(small_problem())).lookups[0], TableRules(RULE), {})
+    bags = wrapped.bags.of({"indices": torch.tensor([0, 99, 0, 0]), "offsets": torch.arange(5)})
     with pytest.raises(ValueError, match=r"id 99 is outside table 't1', which holds 7 rows here"):
-        clipped.rows.id_factors(LookupBackward(bags, None, torch.ones(1, 32)))
+        wrapped.rows.id_factors(LookupBackward(bags, None, torch.ones(1, 32)))
 
 
 SINGLE = {"single_id_bags": True}
@@ -353,7 +354,9 @@ def test_the_name_of_one_table_has_precedence_over_one_that_collections_share() 
     towers = nn.ModuleDict({"a": fresh().module.c0, "b": fresh().module.c0})
     rule, other = CowClip(0.25), CowClip(1.0)
     for names in (["t0", "a.t0"], ["a.t0", "t0"]):
-        rules = table_rules(towers, {name: rule if name == "a.t0" else other for name in names} | {"*": NoClip()}, ())
+        rules = table_rules(
+            ModelInventory(towers), {name: rule if name == "a.t0" else other for name in names} | {"*": NoClip()}, ()
+        )
         assert (rules.of("a.t0"), rules.of("b.t0")) == (rule, other)
 
 
@@ -662,7 +665,7 @@ def test_passes_with_and_without_weights_of_ids_are_one_step(optimizer: str, wei
 
 def test_a_wrapper_of_a_lookup_outlives_the_clip() -> None:
     model = sharded_model(small_problem())
-    module: Any = find_lookups(model)[0][0].module
+    module: Any = ModelInventory(model).lookups[0].module
     own, calls = module.forward, []
     module.forward = lambda **inputs: calls.append(inputs) or own(**inputs)
     attach_cowclip(model, RULE).remove()
@@ -687,7 +690,7 @@ def test_outputs_that_are_views_are_clipped_too(passes: int) -> None:
     trained = []
     for is_view in (False, True):
         model = sharded_model(CASE)
-        module: Any = find_lookups(model)[0][0].module
+        module: Any = ModelInventory(model).lookups[0].module
         if is_view:
             module.forward = lambda forward=module.forward, **inputs: _AsView.apply(forward(**inputs))
         attach_cowclip(model, RULE, verify=0).accumulate(passes)  # a check would wait for the lookup's own backward

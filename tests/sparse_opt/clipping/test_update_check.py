@@ -14,8 +14,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 from torch import Tensor, nn
 
 from cowrec.sparse_opt import AdaptiveFieldClip, ClipRule, CowClip, attach_cowclip
-from cowrec.sparse_opt.clipping import attach
-from cowrec.sparse_opt.clipping.row_backends import NumbaRows
+from cowrec.sparse_opt.lookups import backward
+from cowrec.sparse_opt.lookups.row_backends import NumbaRows
 from process_groups import in_processes, process_group
 from random_problems.drawing import Problem, small_problem
 from random_problems.training import sharded_model, train_step
@@ -32,8 +32,8 @@ def offloads(patch: pytest.MonkeyPatch) -> None:
     def pack(saved: Tensor) -> Tensor:  # as torchtune, which leaves parameters where they are
         return saved if isinstance(saved, nn.Parameter) or not saved.is_floating_point() else saved.clone()
 
-    patch.setattr(attach, "_with_version", pack)
-    patch.setattr(attach, "_of_version", lambda packed: packed)
+    patch.setattr(backward, "_with_version", pack)
+    patch.setattr(backward, "_of_version", lambda packed: packed)
 
 
 def casts(patch: pytest.MonkeyPatch) -> None:
@@ -42,12 +42,12 @@ def casts(patch: pytest.MonkeyPatch) -> None:
     def made(given: Tensor | None, indices: Tensor) -> Tensor:
         return torch.ones(len(indices), dtype=torch.float64) if given is None else given.double()
 
-    patch.setattr(attach, "_scalable_weights", made)
+    patch.setattr(backward, "_scalable_weights", made)
 
 
 def loses_what_it_wrote(patch: pytest.MonkeyPatch) -> None:
     """Where bags hold one id, the clip writes into the output gradient: this one returns the gradient as it was."""
-    patch.setattr(NumbaRows, "clipped_output_grad", lambda _, backward, l2: backward.output_grad.clone())
+    patch.setattr(NumbaRows, "clipped_output_grad", lambda _, given, l2: given.output_grad.clone())
 
 
 def messages(

@@ -15,7 +15,7 @@ from torch import nn
 
 from adam_case import ADAM, CASE, MODES, RULE, SMALL, schedule, started, train
 from cowrec.sparse_opt import CowClip, EmbeddingAdam, attach_cowclip
-from cowrec.sparse_opt.tbe.discovery import find_lookups
+from cowrec.sparse_opt.tbe.inventory import ModelInventory
 from random_problems.drawing import small_problem
 from random_problems.training import assert_equal, batch_of, batches_of, sharded_model, state_of, train_step
 
@@ -123,7 +123,7 @@ class Stop(Exception):
 @contextmanager
 def failing_before(model: nn.Module, table: str) -> Iterator[None]:
     """Lets the backward of a table's lookup fail before its update."""
-    (lookup,) = (each for each in find_lookups(model)[0] if each.shards[0].name == table)
+    (lookup,) = (each for each in ModelInventory(model).lookups if each.shards[0].name == table)
     wrapped = lookup.module.forward
 
     def fails(_: Any) -> None:

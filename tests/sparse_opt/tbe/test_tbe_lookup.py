@@ -1,4 +1,4 @@
-"""Private attributes of TorchRec, FBGEMM and torch that sparse_opt/tbe/lookup.py and discovery.py rely on."""
+"""Private attributes of TorchRec, FBGEMM and torch that sparse_opt/tbe/ relies on."""
 
 import gc
 from types import SimpleNamespace
@@ -18,14 +18,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from cowrec.sparse_opt import AdamConfig, EmbeddingAdam
-from cowrec.sparse_opt.tbe.discovery import (
-    find_lookups,
-    grad_scalers_in_use,
-    leave_ddp,
-    replicated_tables,
-    sharded_collections,
-)
-from cowrec.sparse_opt.tbe.lookup import ranks_of_columns
+from cowrec.sparse_opt.lookups.loss_scale import grad_scalers_in_use
+from cowrec.sparse_opt.tbe.collection import leave_ddp
+from cowrec.sparse_opt.tbe.inventory import ModelInventory
+from cowrec.sparse_opt.tbe.plan import ranks_of_columns
 from random_problems.drawing import small_problem
 from random_problems.training import sharded_model
 from refusal import refused
@@ -36,13 +32,14 @@ pytest_plugins = ["one_group"]
 @pytest.mark.usefixtures("group")
 def test_replicated_tables() -> None:
     mixed = sharded_model(small_problem(sharding="data_parallel,table_wise,data_parallel"))
-    assert replicated_tables(mixed) == {"t0", "t2"}
-    lookups, refusals = find_lookups(mixed)
-    assert not refusals
+    inventory = ModelInventory(mixed)
+    assert {name for name, each in inventory.tables.items() if each.is_replicated} == {"t0", "t2"}
+    lookups = inventory.lookups
+    assert not inventory.unclippable
     ((copies),) = [lookup for lookup in lookups if lookup.is_replicated]
     assert copies.is_plain_sgd
     assert copies.feature_table == [0, 1, 1]
-    (collection,) = sharded_collections(mixed).values()
+    (collection,) = inventory.collections.values()
     wrapped = [isinstance(each, DistributedDataParallel) for each in collection._lookups]
     assert sum(wrapped) == 1
     others = [each.module for each in lookups if each is not copies]
@@ -77,7 +74,7 @@ def test_empty_shards_are_in_no_part_of_the_rows() -> None:
         module_sharding_plan={"t": plan}, _env=SimpleNamespace(process_group=SimpleNamespace(size=lambda: 16))
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cowrec.sparse_opt.tbe.lookup.get_global_rank", lambda _, rank: rank)
+        patch.setattr("cowrec.sparse_opt.tbe.plan.get_global_rank", lambda _, rank: rank)
         found = ranks_of_columns(collection, "t")
     assert found == {row: (rank, rank + 8) for rank, row in enumerate((0, 2, 4, 6, 8))}
 

@@ -45,8 +45,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from cowrec.sparse_opt import CLIP_RULES, AdamConfig, ClipRule, EmbeddingAdam, FtrlConfig, attach_cowclip
-from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.clipping.row_backends import TritonRows
+from cowrec.sparse_opt.lookups.row_backends import TritonRows
+from cowrec.sparse_opt.lookups.wrapped_lookup import WrappedLookup
 from process_groups import process_group, start_in_processes
 from random_problems.drawing import Collection, Problem, Rule, Table, refusals
 from random_problems.in_loops import solve
@@ -442,17 +442,18 @@ def set_to(value: ShardedTensor | Tensor, complete: Tensor) -> None:
         shard.tensor.detach().copy_(complete[row : row + rows, column : column + columns])
 
 
-def lookups_of(attached: Any) -> list[ClippedLookup]:
+def lookups_of(attached: Any) -> list[WrappedLookup]:
     """Lookups of what attaching returned."""
-    return [adam.clipped for adam in attached.lookups] if isinstance(attached, EmbeddingAdam) else attached._lookups
+    lookups: list[WrappedLookup] = attached._lookups
+    return lookups
 
 
-def run_on(backend: str, clipped: ClippedLookup) -> None:
+def run_on(backend: str, wrapped: WrappedLookup) -> None:
     """Gives a lookup another back end: "torch", or "triton", whose kernels Triton's interpreter runs on CPU."""
     if backend == "torch":
-        clipped.rows = clipped.in_torch
+        wrapped.rows = wrapped.in_torch
     elif backend == "triton":
-        clipped.rows = TritonRows(clipped.lookup, clipped.layout, clipped.limits, clipped.statistics)
+        wrapped.rows = TritonRows(wrapped.lookup, wrapped.layout, wrapped.limits, wrapped.statistics)
 
 
 def assert_solved(problem: Problem, outcomes: Sequence[Trained]) -> None:

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from cowrec.data_pipeline import Reader, Schema
 from cowrec.sparse_opt import ConstantClip, CowClip, GlobalClip, Hyperparameters
-from cowrec.sparse_opt.tbe.discovery import find_lookups
+from cowrec.sparse_opt.tbe.inventory import ModelInventory
 from cowrec.trainer import RunConfig, load_config, train
 from cowrec.trainer.config.sections import ClipConfig, LrDecay, OptimizerConfig, ShardingConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process, process_group
@@ -95,7 +95,7 @@ def test_a_fused_optimizer_follows_the_decay_and_the_rates_of_tables(folder: Pat
             reader = Reader(folder / "data", "train", batch_size=51)
             state = TrainState(RunPlan.of(config, reader.schema, process, schedule=schedule))
             batches = map(state.ids.training, reader.epoch(0))
-            lookups = find_lookups(state.model)[0]
+            lookups = ModelInventory(state.model).lookups
             assert sorted(shard.name for lookup in lookups for shard in lookup.shards) == ["city", "tags"]
             start = {name: gathered_table(each, process).clone() for name, each in tables_of(state.model).items()}
             for step in range(4):

@@ -117,7 +117,7 @@ def captured(state: TrainState, capture: CudaGraphCapture, device: str = "cpu") 
     """Lets the steps of a run be captured, and its tables run their CUDA kernels."""
     assert state.adam
     for each in state.adam.lookups:
-        run_on("triton", each.clipped)
+        run_on("triton", each.wrapped)
     assert GraphedSteps(state.adam).are_possible
     parts = state.model, state.dense_optimizer, state.adam
     state.pipeline = CapturedSteps(*parts, torch.device(device), BATCH, capture=capture)
@@ -240,7 +240,7 @@ def test_reasons(overrides: str, process: Process) -> None:
     state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule()))
     assert state.why_not_captured == (why if "cuda_graph" in why else "CUDA graphs exist on CUDA only")
     for each in state.adam.lookups if state.adam else ():
-        run_on("triton", each.clipped)
+        run_on("triton", each.wrapped)
     cuda = dataclasses.replace(process, device=torch.device("cuda"))
     lists = dataclasses.replace(SCHEMA, sparse=(*SCHEMA.sparse, SparseField("tags", 9, kind="multi")))
 

@@ -1,18 +1,16 @@
 """Clip rules of a model's tables, by their names, and the limits that they set for the tables of a lookup."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 import torch
-from torch import nn
 
 from cowrec.errors import UserError
-from cowrec.names import hint
 
 from ..algorithm.clip import ClipRule, NoClip, Scope
 from ..kernels.layout import TableClips
-from ..tbe.discovery import all_table_names, table_names
+from ..tbe.inventory import ModelInventory
 from ..tbe.lookup import TableShard, TbeLookup
 
 OTHERS = "*"
@@ -67,18 +65,19 @@ class TableRules:
         return {table for table in tables if isinstance(self.of(table), NoClip)}
 
 
-def table_rules(model: nn.Module, rule: ClipRule | Mapping[str, ClipRule], exclude: Sequence[str]) -> TableRules:
+def table_rules(
+    inventory: ModelInventory, rule: ClipRule | Mapping[str, ClipRule], exclude: Sequence[str]
+) -> TableRules:
     """Finds the rule of each table of a model; arguments as in :func:`attach_cowclip`.
 
     Raises:
         TypeError: a rule is not one, such as a number or the class of a rule; or exclude is a string.
         ValueError: the model has no table, a name is unknown, a table has no rule or two, or rules cannot be mixed.
     """
-    known = all_table_names(model)
-    if not known:
+    if not inventory.tables:
         raise UserError(
-            f"{type(model).__name__} holds no TorchRec embedding tables; pass the DistributedModelParallel of a model"
-            " with EmbeddingBagCollections"
+            f"{type(inventory.model).__name__} holds no TorchRec embedding tables; pass the DistributedModelParallel of"
+            " a model with EmbeddingBagCollections"
         )
     given = dict(rule) if isinstance(rule, Mapping) else {OTHERS: rule}
     for each in given.values():
@@ -88,11 +87,11 @@ def table_rules(model: nn.Module, rule: ClipRule | Mapping[str, ClipRule], exclu
                 "rule must be a clip rule, such as CowClip(r=1.0, zeta=1e-5), or a mapping of table names to rules; got"
                 f" {got}"
             )
-    named = {table: given[name] for table, name in named_tables(model, "rule", given.keys() - {OTHERS}).items()}
-    excluded = named_tables(model, "exclude", exclude)
+    named = {table: given[name] for table, name in inventory.named("rule", given.keys() - {OTHERS}).items()}
+    excluded = inventory.named("exclude", exclude)
     for table in sorted(named.keys() & excluded.keys()):
         raise UserError(f"table {table!r} has a rule and is named in exclude; name it in one of them")
-    others = sorted(known - named.keys() - excluded.keys())
+    others = sorted(inventory.tables.keys() - named.keys() - excluded.keys())
     if others and OTHERS not in given:
         raise UserError(
             f"the rules name none for table {others[0]!r}; name it, or give all others a rule as {OTHERS!r}"
@@ -111,33 +110,6 @@ def table_rules(model: nn.Module, rule: ClipRule | Mapping[str, ClipRule], exclu
 
 
 _SCOPES = {"row": "row", "field": "table", "global": "gradient of all tables"}
-
-
-def named_tables(model: nn.Module, argument: str, names: Iterable[str]) -> dict[str, str]:
-    """Finds the tables that a user's names stand for; returns the user's name of each, by its name in the model.
-
-    A name that several collections have stands for the tables of all of them. ``argument`` is what has the names.
-
-    Raises:
-        TypeError: names is a string, which would be taken for a list of letters.
-        ValueError: the model does not have a table; tells the nearest.
-    """
-    if isinstance(names, str):
-        raise TypeError(f"{argument} must be a list of table names, got {names!r}; write [{names!r}]")
-    by_name: dict[str, list[str]] = {}
-    for _, own in table_names(model):
-        for name, in_model in own.items():
-            by_name.setdefault(name, []).append(in_model)
-    known = {table for tables in by_name.values() for table in tables}
-    # The name of one table in the model has precedence over one that several collections have.
-    ordered = sorted(names, key=lambda name: name not in by_name)
-    named = {table: name for name in ordered for table in by_name.get(name, [name])}
-    for name in named:
-        if name not in known:
-            raise UserError(
-                f"{argument} names table {name!r}, which the model does not have; {hint(name, sorted(known))}"
-            )
-    return named
 
 
 class TableLimits:

@@ -18,10 +18,9 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, FieldClip, attach_cowclip
-from cowrec.sparse_opt.clipping.handle import LossScale
-from cowrec.sparse_opt.clipping.requirements import clipped_lookups
-from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.kernels.layout import LookupBackward
+from cowrec.sparse_opt.lookups.loss_scale import LossScale
+from cowrec.sparse_opt.tbe.bags import BagsOfLookup
 from process_groups import in_processes, process_group
 from random_problems.drawing import Problem, small_problem
 from random_problems.training import assert_equal, batch_of, dense_optimizer, sharded_model, state_of
@@ -227,11 +226,11 @@ def test_half_precision_outputs_that_would_hold_unscaled_gradients_are_refused(g
 
 def test_unscaling_does_not_wait_for_the_device(group: None) -> None:
     """A fake tensor on CUDA raises an error where the host would read its value."""
-    (clipped,) = clipped_lookups(sharded_model(small_problem()), TableRules(RULE), None)
-    bags = clipped.bags.of({"indices": torch.zeros(0, dtype=torch.int64), "offsets": torch.zeros(5, dtype=torch.int64)})
+    lookup = BagsOfLookup([0, 1, 1, 2], [8] * 3, torch.device("cpu"))
+    bags = lookup.of({"indices": torch.zeros(0, dtype=torch.int64), "offsets": torch.zeros(5, dtype=torch.int64)})
     with FakeTensorMode():
         grad = torch.empty(4, dtype=torch.float16, device="cuda")
-        unscaled = LossScale(GradScaler("cpu")).unscaled(clipped, LookupBackward(bags, None, grad))
+        unscaled = LossScale(GradScaler("cpu")).unscaled(LookupBackward(bags, None, grad), [])
         assert unscaled.backward.output_grad.dtype == torch.float32
         for each in (unscaled.backward.output_grad, unscaled.scaled_grad, unscaled.factor, unscaled.finite):
             assert each.is_cuda

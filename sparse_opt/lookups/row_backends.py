@@ -44,13 +44,14 @@ from ..kernels.torch_rows import (
     with_sums,
     with_weights,
 )
+from ..tbe.bags import raise_bad_id
 from ..tbe.column_shards import ColumnShards
-from ..tbe.lookup import TbeLookup, raise_bad_id
+from ..tbe.lookup import TbeLookup
+from .rules import TableLimits
 from .statistics import ClipStatistics
-from .table_rules import TableLimits
 
 Inputs: TypeAlias = Mapping[str, Any]
-"""Keyword arguments of the forward of an FBGEMM module."""
+"""Keyword arguments of a lookup's forward: ``indices``, ``offsets``, ``per_sample_weights`` and others."""
 _NO_WEIGHTS = np.empty(0, np.float32)
 _WORK_OF_ROW = 4
 """Ids that take as long as one distinct row."""

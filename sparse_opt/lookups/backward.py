@@ -1,0 +1,245 @@
+"""Forward and backward of a wrapped lookup: one autograd function with two strategies of its backward pass.
+
+FBGEMM updates a table inside the backward of its lookup. :class:`RescaledGradients` changes what that backward reads,
+so that FBGEMM applies exactly the clipped row gradient. :class:`ReplacedUpdate` leaves that backward out and runs an
+update of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from cowrec.errors import UserError
+
+from ..kernels.layout import LookupBackward, LookupBags, LookupIds
+from .loss_scale import LossScale, Unscaled
+from .row_backends import Inputs
+from .wrapped_lookup import WrappedLookup
+
+Forward: TypeAlias = Callable[..., Tensor]
+
+
+class Gradients(NamedTuple):
+    """What the backward of a lookup returns.
+
+    Attributes:
+        output: gradient that FBGEMM's backward reads; None if that does not run.
+        parameter: gradient of the lookup's weights, where a dense optimizer applies it.
+        id_weights: gradient of the ids' weights, or what is to be added to FBGEMM's.
+    """
+
+    output: Tensor | None = None
+    parameter: Tensor | None = None
+    id_weights: Tensor | None = None
+
+
+class Strategy(Protocol):
+    """What the backward pass of a lookup does."""
+
+    def run(self, wrapped: WrappedLookup, given: LookupBackward, unscaled: Unscaled, weights: bool) -> Gradients:
+        """Runs in the backward pass ``given``; ``weights`` tells whether the ids' weights need their gradient."""
+
+
+@dataclass(frozen=True)
+class ReplacedUpdate:
+    """Runs an update in place of FBGEMM's.
+
+    Attributes:
+        update: called with the unscaled backward pass, or with all passes of a step that accumulates them; it returns
+            the gradient of ``parameter``.
+        parameter: weights of the lookup, where a dense optimizer applies their gradient. It has the scale of the loss.
+    """
+
+    update: Callable[[LookupBackward], Tensor | None]
+    parameter: Tensor | None = None
+
+    def run(self, wrapped: WrappedLookup, given: LookupBackward, unscaled: Unscaled, weights: bool) -> Gradients:
+        of_weights = wrapped.in_torch.id_weight_grad(given) if weights else None
+        step = wrapped.accumulation.add(unscaled.backward, unscaled.finite)
+        grad = self.update(step) if step else None
+        if unscaled.factor is not None and unscaled.finite is not None and self.parameter is not None:
+            # Not finite where the pass was not, so that the GradScaler skips the step.
+            summand = torch.where(unscaled.finite, 0.0, torch.nan)
+            grad = summand.expand(self.parameter.shape) if grad is None else grad / unscaled.factor + summand
+        return Gradients(parameter=grad, id_weights=of_weights)
+
+
+@dataclass(frozen=True)
+class RescaledGradients:
+    """Clips what FBGEMM's backward reads, which follows.
+
+    Attributes:
+        weights: the ids' weights as FBGEMM reads them, which are scaled; None where bags hold at most one id, whose
+            output gradient is then replaced.
+        l2: as in :func:`attach_cowclip`; needs bags of one id.
+        expect: called with the unscaled pass, ``l2`` and the factors of the ids, which checks the update; or None.
+        completes_step: whether the pass is the one that takes the step of accumulated passes.
+    """
+
+    weights: Tensor | None
+    l2: float
+    expect: Callable[[LookupBackward, float, Tensor | None], None] | None
+    completes_step: bool = False
+
+    def run(self, wrapped: WrappedLookup, given: LookupBackward, unscaled: Unscaled, weights: bool) -> Gradients:
+        if wrapped.accumulation.passes > 1 and not self.completes_step:
+            raise RuntimeError(
+                "accumulate(n) was called between a forward pass and its backward pass, which would take a step of its"
+                " own; call it before the first forward pass of a step"
+            )
+        backward, grad, finite, factors = unscaled.backward, unscaled.scaled_grad, unscaled.finite, None
+        if self.weights is None:
+            require_single_ids(backward.bags, backward.id_weights)
+            grad = wrapped.rows.clipped_output_grad(backward, self.l2)
+            if finite is not None:
+                grad.mul_(finite)  # of L2
+        else:
+            # Scaling the ids' weights scales the update. They are written anew in every backward of a forward.
+            factors = wrapped.rows.id_factors(backward)
+            if unscaled.factor is not None:
+                factors *= unscaled.factor  # not the gradient, which may be in half precision
+            own = given.id_weights
+            self.weights.data.copy_(factors if own is None else own * factors)
+        if self.expect and (finite is None or finite):
+            self.expect(backward, self.l2, factors)
+        of_weights = None
+        if weights and finite is not None and given.id_weights is not None:
+            # FBGEMM's is finite, and hides the overflow.
+            of_weights = given.id_weights.new_tensor(torch.nan).where(~finite, 0).expand_as(given.id_weights)
+        return Gradients(grad, id_weights=of_weights)
+
+
+def require_single_ids(bags: LookupBags, id_weights: Tensor | None) -> None:
+    """Raises ValueError if a bag holds more than one id, or ids have weights; on CUDA an assertion of the device."""
+    within = (bags.offsets[1:] - bags.offsets[:-1] <= 1).all()
+    if within.is_cuda:
+        torch._assert_async(within, "a bag holds more than one id but CowClip was attached with single_id_bags=True")
+    elif not within:
+        raise UserError("a bag holds more than one id; attach CowClip with single_id_bags=False")
+    if id_weights is not None:
+        raise UserError("the lookup has ids' weights or mean pooling; attach CowClip with single_id_bags=False")
+
+
+def look_up_replaced(
+    output: Tensor,
+    wrapped: WrappedLookup,
+    bags: LookupBags,
+    inputs: Inputs,
+    strategy: ReplacedUpdate,
+    loss_scale: LossScale,
+    ids: LookupIds | None = None,
+) -> Tensor:
+    """Makes the backward of a lookup run an update.
+
+    Args:
+        output: the lookup's output, without a gradient.
+        inputs: of its forward pass; weights of ids get their gradient if they require one.
+        ids: rows of the ids, if they have been found already.
+
+    Returns:
+        The output, in the same memory.
+    """
+    parameter = strategy.parameter
+    if parameter is None:
+        # Makes autograd record the lookup, whose inputs are integers.
+        parameter = torch.ones((), dtype=torch.float32, requires_grad=True)
+    id_weights = inputs.get("per_sample_weights")
+    recorded: Tensor = _Backward.apply(output, parameter, id_weights, wrapped, bags, ids, strategy, loss_scale)
+    return recorded
+
+
+def look_up_rescaled(
+    forward: Forward,
+    wrapped: WrappedLookup,
+    bags: LookupBags,
+    inputs: Inputs,
+    *,
+    single_id_bags: bool,
+    l2: float,
+    check: Callable[[Tensor], Callable[[LookupBackward, float, Tensor | None], None] | None],
+    loss_scale: LossScale | None,
+) -> Tensor:
+    """Looks rows up by FBGEMM's forward, whose backward then reads what is clipped.
+
+    Args:
+        forward: FBGEMM's.
+        inputs: its keyword arguments.
+        single_id_bags, l2: as in :func:`attach_cowclip`.
+        check: called with the output; returns :attr:`RescaledGradients.expect`.
+        loss_scale: scale of the loss; None for the pass that takes the step of passes that were accumulated.
+    """
+    given, weights, arguments = inputs.get("per_sample_weights"), None, dict(inputs)
+    if not (single_id_bags or wrapped.lookup.is_sequence):
+        weights = arguments["per_sample_weights"] = _scalable_weights(given, bags.indices)
+        if not (weights.is_cuda or weights.requires_grad):
+            # FBGEMM computes the weights' gradient whether it is needed or not, unless told so by feature.
+            arguments["feature_requires_grad"] = torch.zeros(len(wrapped.lookup.feature_table), dtype=torch.int32)
+    # Hooks on saved tensors, as those that offload activations, would give FBGEMM's backward and the clip's copies.
+    with torch.autograd.graph.saved_tensors_hooks(_with_version, _of_version):
+        output = forward(**arguments)
+        if not output.requires_grad:
+            return output
+        strategy = RescaledGradients(weights, l2, check(output), completes_step=loss_scale is None)
+        clipping: Tensor = _Backward.apply(output, None, given, wrapped, bags, None, strategy, loss_scale)
+    return clipping
+
+
+def _scalable_weights(given: Tensor | None, indices: Tensor) -> Tensor:
+    """The ids' weights, or ones, in memory of their own, which the clip may change."""
+    if given is None:
+        return torch.ones(indices.numel(), dtype=torch.float32, device=indices.device)
+    return given.float().clone()
+
+
+def _with_version(saved: Tensor) -> tuple[Tensor, int]:
+    return saved, saved._version
+
+
+def _of_version(packed: tuple[Tensor, int]) -> Tensor:
+    """Checks what autograd checks of tensors that it saves itself."""
+    saved, version = packed
+    if saved._version != version:
+        raise RuntimeError("ids or their weights were modified by an inplace operation between forward and backward")
+    return saved
+
+
+class _Backward(torch.autograd.Function):
+    """Identity in the memory of a lookup's output, whose backward runs a strategy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        parameter: Tensor | None,
+        id_weights: Tensor | None,
+        wrapped: WrappedLookup,
+        bags: LookupBags,
+        ids: LookupIds | None,
+        strategy: Strategy,
+        loss_scale: LossScale | None,
+    ) -> Tensor:
+        ctx.save_for_backward(bags.indices, bags.offsets, id_weights)
+        ctx.blocks, ctx.size, ctx.ids, ctx.thread, ctx.has_run = bags.blocks, bags.size, ids, get_ident(), False
+        ctx.wrapped, ctx.strategy, ctx.loss_scale = wrapped, strategy, loss_scale
+        if output._is_view():  # FBGEMM's of a variable batch size on CUDA, which autograd lets nobody change in place
+            return output.view_as(output)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        indices, offsets, id_weights = ctx.saved_tensors
+        wrapped: WrappedLookup = ctx.wrapped
+        given = LookupBackward(LookupBags(indices, offsets, ctx.blocks, ctx.size), id_weights, grads[0], ctx.ids)
+        if ctx.loss_scale is None:
+            unscaled = Unscaled(given, grads[0])
+        else:
+            wrapped.begin_backward(is_repeated=ctx.has_run, forward_thread=ctx.thread)
+            ctx.has_run = True
+            unscaled = ctx.loss_scale.unscaled(given, wrapped.step_groups)
+        return *ctx.strategy.run(wrapped, given, unscaled, ctx.needs_input_grad[2]), *(None,) * 5

@@ -1,0 +1,121 @@
+"""Tables of a model's collections, and how the sharding plans lay them out; the same on all ranks.
+
+A rank is a number in the process group of a table's collection unless it is called global.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
+from torch.distributed import ProcessGroup, get_global_rank
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardingEnv2D, ShardingType
+
+ShardedCollection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a model.
+
+    Attributes:
+        name: the table's name in the model: ``own_name``, or ``<path of the collection>.<own_name>`` if several
+            collections have a table of that name.
+        own_name: the table's name in its collection.
+        collection: the collection, which may be unsharded.
+        rows: rows over all ranks; 0 if the collection does not tell.
+        ranks: ranks that hold shards.
+        splits_rows: whether shards hold different rows.
+        column_ranks: global ranks of the column shards of a row, in ascending order, one for each shard, by the first
+            of the rows that are sharded in this way. Grid sharding has several such parts of the rows; empty where
+            columns are not sharded.
+        is_replicated: whether every rank holds a copy and looks up its own samples in it (data-parallel).
+        is_averaged: whether groups of ranks hold copies whose weights they average (2D parallelism).
+    """
+
+    name: str
+    own_name: str
+    collection: nn.Module
+    rows: int
+    ranks: frozenset[int] = frozenset()
+    splits_rows: bool = False
+    column_ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    is_replicated: bool = False
+    is_averaged: bool = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the collection is sharded by TorchRec."""
+        return isinstance(self.collection, ShardedCollection)
+
+    @property
+    def is_on_some_ranks(self) -> bool:
+        """True if rows are sharded over several ranks, but not over all."""
+        collection: Any = self.collection
+        return self.splits_rows and len(self.ranks) != collection._env.world_size
+
+
+def table_of(collection: Any, own_name: str, name: str, rows: int) -> Table:
+    """Reads the layout of a table from the plan of its collection."""
+    if not isinstance(collection, ShardedCollection):
+        return Table(name, own_name, collection, rows)
+    plan = collection.module_sharding_plan[own_name]
+    shards = plan.sharding_spec.shards if plan.sharding_spec is not None else ()
+    return Table(
+        name,
+        own_name,
+        collection,
+        rows,
+        frozenset(plan.ranks or ()),
+        len({shard.shard_offsets[0] for shard in shards}) > 1,
+        ranks_of_columns(collection, own_name),
+        plan.sharding_type == ShardingType.DATA_PARALLEL.value,
+        isinstance(collection._env, ShardingEnv2D),
+    )
+
+
+def ranks_of_columns(collection: Any, table: str) -> dict[int, tuple[int, ...]]:
+    """Reads :attr:`Table.column_ranks` from a plan; ``table`` is the name in the collection."""
+    plan, group = collection.module_sharding_plan[table], collection._env.process_group
+    shards = plan.sharding_spec.shards if plan.sharding_spec is not None else ()
+    if len({shard.shard_offsets[1] for shard in shards}) < 2:
+        return {}
+    found: dict[int, list[int]] = {}
+    for shard, rank in zip(shards, plan.ranks, strict=True):
+        if not shard.shard_sizes[0]:
+            continue  # all shards without rows begin at one row, in whichever part of the rows they are
+        found.setdefault(shard.shard_offsets[0], []).append(get_global_rank(group, rank))
+    return {first_row: tuple(sorted(ranks)) for first_row, ranks in found.items()}
+
+
+def process_group_of(collection: ShardedCollection) -> ProcessGroup:
+    """Returns the processes that a collection is sharded over."""
+    group: ProcessGroup = collection._env.process_group
+    return group
+
+
+class RankLookup(NamedTuple):
+    """A lookup of some rank.
+
+    Attributes:
+        rank: the rank.
+        tables: names of the lookup's tables in the collection.
+        kind: what tells lookups of one collection apart.
+    """
+
+    rank: int
+    tables: list[str]
+    kind: tuple[Any, ...]
+
+
+def lookups_of_ranks(collection: Any) -> list[RankLookup]:
+    """Lists the lookups of all ranks, those of a rank in the order in which the rank runs them."""
+    sequences = getattr(collection, "_sharding_type_to_sharding", {}).values()
+    return [
+        RankLookup(rank, [table.name for table in group.embedding_tables], (group.data_type, group.pooling))
+        for sharding in getattr(collection, "_embedding_shardings", sequences)
+        for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank)
+        for group in groups
+    ]
