@@ -92,42 +92,6 @@ class AdamConfig:
                 raise UserError(f"adam {key} is out of range, got {value!r}; see AdamConfig")
 
 
-@dataclass(frozen=True)
-class BetaHistory:
-    """Betas of all steps, for the bias corrections of an Adam whose betas change between steps.
-
-    Attributes:
-        betas: of the steps after step ``since``.
-        since: number of steps before, with other betas.
-        earlier: products of the first and of the second betas of those.
-    """
-
-    betas: tuple[float, float]
-    since: int = 0
-    earlier: tuple[float, float] = (1.0, 1.0)
-
-    def products(self, step: int) -> tuple[float, float]:
-        """Products of the betas of steps 1 to ``step``, at least ``since``.
-
-        This is the weight that the initial zero still has in each moment; the bias corrections are 1 less it (arXiv
-        1412.6980, section 3, with a beta of its own in each step).
-
-        Raises:
-            ValueError: the betas of so early a step are no longer known.
-        """
-        if step < self.since:
-            raise UserError(
-                f"a collection is at step {step}, but reconfigure() has changed the settings after step {self.since};"
-                " give it as `after` a step that every collection has taken or will have loaded"
-            )
-        (beta1, beta2), (first, second), steps = self.betas, self.earlier, step - self.since
-        return first * beta1**steps, second * beta2**steps
-
-    def changed(self, betas: tuple[float, float], step: int) -> "BetaHistory":
-        """The history in which the steps after ``step`` have other betas."""
-        return BetaHistory(betas, step, self.products(step))
-
-
 class AdamScalars(NamedTuple):
     """Adam in step t, in the form ``w -= decay * w + step_size * m / (sqrt(v) * denominator_scale + eps)``."""
 
@@ -136,13 +100,11 @@ class AdamScalars(NamedTuple):
     decay: float
 
 
-def adam_scalars(config: AdamConfig, lr: float, step: int, betas: BetaHistory | None = None) -> AdamScalars:
+def adam_scalars(config: AdamConfig, lr: float, step: int) -> AdamScalars:
     """Learning rate, bias corrections and decay of step ``step``, from 1. Source: arXiv 1412.6980, Algorithm 1, section
     2.
-
-    ``betas`` are those of all steps, where they are not the configured ones throughout.
     """
-    first, second = (1 - each for each in (betas or BetaHistory(config.betas)).products(step))
+    first, second = (1 - beta**step for beta in config.betas)
     decay = lr * config.weight_decay
     if config.adam_epsilon == "keras":
         return AdamScalars(lr * sqrt(second) / first, 1.0, decay)

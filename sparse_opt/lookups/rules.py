@@ -52,14 +52,6 @@ class TableRules:
         """Their names, for messages."""
         return ", ".join(sorted({rule.name for rule in self.limiting})) or NoClip.name
 
-    @property
-    def kinds(self) -> str:
-        """Names of the rules by table, alike for rules of the same kinds."""
-        if not self.by_table:
-            return self.default.name
-        of_tables = [f"{table}: {rule.name}" for table, rule in sorted(self.by_table.items())]
-        return ", ".join([*of_tables, f"{OTHERS}: {self.default.name}"])
-
     def unclipped(self, tables: Collection[str]) -> set[str]:
         """Those of the tables that have no limit."""
         return {table for table in tables if isinstance(self.of(table), NoClip)}
@@ -132,36 +124,28 @@ class TableLimits:
 
     def __init__(self, lookup: TbeLookup, rules: TableRules, clip_columns: Mapping[str, int]):
         shards, device = lookup.shards, lookup.flat_weights().device
-        self.scope, self._names = rules.scope, [shard.name for shard in shards]
-        self._row_columns = [_checked_columns(shard, clip_columns.get(shard.name, shard.table_dim)) for shard in shards]
+        self._rules = {shard.name: rules.of(shard.name) for shard in shards}
+        widths = [_checked_columns(shard, clip_columns.get(shard.name, shard.table_dim)) for shard in shards]
+        self.scope = rules.scope
+        self.per_table = [rules.of(shard.name).limit(width) for shard, width in zip(shards, widths, strict=True)]
         self.columns = [
-            min(max(columns - shard.first_column, 0), shard.embedding_dim)
-            for shard, columns in zip(shards, self._row_columns, strict=True)
+            min(max(width - shard.first_column, 0), shard.embedding_dim)
+            for shard, width in zip(shards, widths, strict=True)
         ]
-        unclipped = rules.unclipped(self._names)
-        self.excluded = torch.tensor([name in unclipped for name in self._names], device=device)
+        r, floor, per_occurrence = zip(*self.per_table, strict=True)
         self.clips = TableClips(
             torch.tensor(self.columns, device=device),
-            *(
-                torch.empty(len(shards), dtype=kind, device=device)
-                for kind in (torch.float32, torch.float32, torch.bool)
-            ),
+            torch.tensor(r, dtype=torch.float32, device=device),
+            torch.tensor(floor, dtype=torch.float32, device=device),
+            torch.tensor(per_occurrence, dtype=torch.bool, device=device),
         )
-        self.set_rules(rules)
+        unclipped = rules.unclipped(self._rules)
+        self.excluded = torch.tensor([shard.name in unclipped for shard in shards], device=device)
         self.clipped_column_shards = {
             shard.name
             for shard, limit in zip(shards, self.per_table, strict=True)
             if shard.column_ranks and limit.floor < inf
         }
-
-    def set_rules(self, rules: TableRules) -> None:
-        """Takes the limits of rules, in the same tensors; later rules must be of the kinds of the first."""
-        self._rules = {name: rules.of(name) for name in self._names}
-        self.per_table = [
-            rules.of(name).limit(columns) for name, columns in zip(self._names, self._row_columns, strict=True)
-        ]
-        for tensor, values in zip(self.clips[1:], zip(*self.per_table, strict=True), strict=True):
-            tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
 
     def described(self) -> dict[str, str]:
         """The rule of each table, for people."""

@@ -61,7 +61,7 @@ class CollectionAdam:
         collection: the collection.
         tables: its tables.
         lookups: its lookups on this rank.
-        config: settings of the first step.
+        config: settings.
         lr_factors: factors of the tables' learning rates, by name.
         loss_scale: scale of the loss.
 
@@ -83,7 +83,7 @@ class CollectionAdam:
         lr_factors: Mapping[str, float],
         loss_scale: LossScale,
     ):
-        self.collection, self._tables, self._config, self._lr_factors = collection, tables, config, lr_factors
+        self.collection, self._tables, self._config = collection, tables, config
         self._group = process_group_of(collection)
         self._step_hook: RemovableHandle | None = None
         self._state_hooks: list[RemovableHandle] = []
@@ -139,13 +139,6 @@ class CollectionAdam:
                 " learning rate of the schedule, and let the schedule begin below it"
             )
         return float(value)
-
-    def reconfigure(self, config: AdamConfig, after: int | None) -> None:
-        """Changes the settings of the coming steps; see :meth:`EmbeddingAdam.reconfigure`."""
-        self._config, self._largest_rate = config, largest_rate(config, self._lr_factors.values())
-        self.history.reconfigure(config, self.step if after is None else after)
-        for adam in self.lookups:
-            adam.reconfigure(config)
 
     def count_step(self) -> None:
         """Counts a step that a captured CUDA graph has taken."""

@@ -63,8 +63,8 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
         grad_scaler: as in :func:`attach_cowclip`; a gradient of zeros takes a step too.
 
     Attributes:
-        config: settings of the next step.
-        rule: clip rule, or rules, of the next step.
+        config: settings.
+        rule: clip rule, or rules.
         collections: Adam on the lookups of each sharded collection.
 
     Raises:
@@ -91,15 +91,12 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
             )
         inventory, loss_scale = ModelInventory(model), LossScale(grad_scaler)
         self.config, self.rule = config, NoClip() if rule is None else rule
-        self._inventory, self._exclude = inventory, exclude
-        self._rules, factors = table_rules(inventory, self.rule, exclude), dict(lr_factors or {})
-        named = inventory.named("lr_factors", factors)
-        self._lr_factors = {table: float(factors[name]) for table, name in named.items()}
-        _require_rates(self._lr_factors, config)
-        self._column_wise = [name for name, each in inventory.tables.items() if each.column_ranks]
+        rules, given = table_rules(inventory, self.rule, exclude), dict(lr_factors or {})
+        factors = {table: float(given[name]) for table, name in inventory.named("lr_factors", given).items()}
+        _require_rates(factors, config)
         if config.absent_rows == "replay":
-            require_replayable(self._rules, config, self._column_wise)
-        wrapped = lookups_under_rules(inventory, self._rules, clip_columns, is_scaled=loss_scale.is_used)
+            require_replayable(rules, config, [name for name, each in inventory.tables.items() if each.column_ranks])
+        wrapped = lookups_under_rules(inventory, rules, clip_columns, is_scaled=loss_scale.is_used)
         require_unattached(inventory)
         for module in filter(is_pruned, inventory.called.values()):
             raise UserError(
@@ -114,7 +111,7 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
                     inventory.tables_of(collection),
                     [each for each in wrapped if each.lookup.collection is collection],
                     config,
-                    self._lr_factors,
+                    factors,
                     loss_scale,
                 )
                 for collection in inventory.collections.values()
@@ -171,53 +168,6 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
         for adam in self.lookups:
             adam.flush()
 
-    def reconfigure(
-        self,
-        config: AdamConfig,
-        rule: ClipRule | Mapping[str, ClipRule] | None = None,
-        *,
-        after: int | None = None,
-    ) -> None:
-        """Changes the settings of the coming steps, for training in stages, as with batches that grow.
-
-        Brings all rows up to date first, with the earlier settings: under "replay" a pass over the tables. Bias
-        corrections follow the betas of all steps. A CUDA graph of a step keeps the settings of its capture. The
-        learning rate in ``param_groups`` becomes ``config.lr`` if that changes; otherwise it stays as it is.
-
-        Before :meth:`load_state_dict`, repeat the calls of the steps to load, with ``after``.
-
-        Args:
-            config: settings; ``absent_rows`` and ``adam_epsilon`` must be the earlier ones, and FTRL stays or not.
-            rule: clip rules of the earlier kinds, with other values; by default the earlier ones.
-            after: step after which they hold, in all collections; by default the latest of each.
-
-        Raises:
-            UserError: what must not change does, or absent rows could not be replayed. The next backward pass raises
-                it if a collection has not come to step ``after``.
-        """
-        rule = self.rule if rule is None else rule
-        rules = table_rules(self._inventory, rule, self._exclude)
-        for what, now, given in (
-            ("absent_rows", self.config.absent_rows, config.absent_rows),
-            ("adam_epsilon", self.config.adam_epsilon, config.adam_epsilon),
-            ("FTRL of wide columns", self.config.wide is not None, config.wide is not None),
-            ("the clip rule", self._rules.kinds, rules.kinds),
-        ):
-            if now != given:
-                raise UserError(f"{what} cannot change from {now!r} to {given!r}; make a new EmbeddingAdam")
-        _require_rates(self._lr_factors, config)
-        if config.absent_rows == "replay":
-            require_replayable(rules, config, self._column_wise)
-        if self.steps:
-            self.flush()
-        rate = self.lr if config.lr == self.config.lr else config.lr
-        self.config, self.rule, self._rules = config, rule, rules
-        for adam in self.lookups:
-            adam.wrapped.limits.set_rules(rules)
-        for collection in self.collections:
-            collection.reconfigure(config, after)
-        self.lr = rate
-
     def set_ftrl_samples(self, samples: int) -> None:
         """Sets ``wide.batch_size`` of the coming steps, as before a last, shorter batch; has no effect without FTRL."""
         for adam in self.lookups:
@@ -240,8 +190,8 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
         then has ``last_step``, int32 [rows, 1] (see :class:`DeviceSteps`), and the last table of each collection
         ``lrs``, a list of the learning rates of all steps.
 
-        Load them into an optimizer with the settings under which they were taken, and :meth:`reconfigure` it then: rows
-        that are behind take their missed steps by its ``config``, ``rule`` and ``lr_factors``, which are not checked.
+        Load them into an optimizer with the settings under which they were taken. Rows that are behind take their
+        missed steps by its ``config``, ``rule`` and ``lr_factors``, which are not checked.
         """
         with ExitStack() as stack:
             for each in self.collections:

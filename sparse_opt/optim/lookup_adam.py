@@ -54,7 +54,7 @@ class LookupAdam:
 
     Args:
         wrapped: the lookup.
-        config: settings of the first step.
+        config: settings.
         history: steps of the lookup's collection.
         lr_factors: factors of the tables' learning rates, by name; 1 for those that are not named.
         lr: called in a backward pass, for the learning rate of its step.
@@ -94,22 +94,17 @@ class LookupAdam:
         rows = sum(shard.rows for shard in shards) if self.replays else 0
         self.last_step = torch.zeros(rows, dtype=torch.int32, device=weights.device)
         self._step, self._taken = 0, torch.zeros(1, dtype=torch.int32, device=weights.device)
-        self._log_beta2_here = torch.empty(1, dtype=torch.float64, device=weights.device)
+        self._config, self._constants = config, adam_constants(config)
+        self._ftrl = ftrl_constants(config.wide) if config.wide else None
+        self._log_beta2 = log_beta2(config)
+        self._log_beta2_here = torch.tensor([self._log_beta2], dtype=torch.float64, device=weights.device)
+        limits = wrapped.limits.per_table
+        self._clips_absent = any(absent_clip_binds(limit, config) for limit in limits)
+        self._thresholds = decay_thresholds(config, max(self._lr_factors.tolist()), limits)
         self._captured: RowResults | None = None
         self._seen: int | None = self.lookup.parameter._version
         self._current_at = 0
         self._lock = RLock()  # another thread may evaluate meanwhile, which catches rows up too
-        self.reconfigure(config)
-
-    def reconfigure(self, config: AdamConfig) -> None:
-        """Changes the settings of the coming steps, under the lookup's present limits. No row may be behind."""
-        self._config, self._constants = config, adam_constants(config)
-        self._ftrl = ftrl_constants(config.wide) if config.wide else None
-        self._log_beta2 = log_beta2(config)
-        self._log_beta2_here.fill_(self._log_beta2)
-        limits = self.wrapped.limits.per_table
-        self._clips_absent = any(absent_clip_binds(limit, config) for limit in limits)
-        self._thresholds = decay_thresholds(config, max(self._lr_factors.tolist()), limits)
 
     def set_ftrl_samples(self, samples: int) -> None:
         """See :meth:`EmbeddingAdam.set_ftrl_samples`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cowrec.errors import UserError
 
-from ..algorithm.adam import AdamConfig, AdamScalars, BetaHistory, adam_constants, adam_scalars
+from ..algorithm.adam import AdamConfig, AdamScalars, adam_constants, adam_scalars
 from ..algorithm.clip import RowLimit
 from ..kernels.layout import DecayThresholds, Schedule
 from ..lookups.rules import TableRules
@@ -110,7 +110,7 @@ class StepHistory:
     """
 
     def __init__(self, config: AdamConfig, device: torch.device):
-        self._config, self._betas = config, BetaHistory(config.betas)
+        self._config = config
         self._lrs = np.empty(0)
         self._steps = 0
         self._scheduled, self._scheduled_lr = 0, config.lr
@@ -121,14 +121,9 @@ class StepHistory:
         """True if rows replay these steps."""
         return self._config.absent_rows == "replay"
 
-    def reconfigure(self, config: AdamConfig, after: int) -> None:
-        """Changes the settings of the steps after step ``after``. No row may be behind it."""
-        self._config, self._betas = config, self._betas.changed(config.betas, after)
-        self.return_to(after)
-
     def scalars(self, step: int, lr: Any) -> AdamScalars:
-        """Adam's scalars of step ``step``, from 1, which has the current settings, at a rate or at each of several."""
-        return adam_scalars(self._config, lr, step, self._betas)
+        """Adam's scalars of step ``step``, from 1, at a rate or at each of several."""
+        return adam_scalars(self._config, lr, step)
 
     @property
     def lrs(self) -> Tensor:
@@ -180,13 +175,12 @@ class StepHistory:
         self._lrs, self._steps = np.array(lrs, np.float64), len(lrs)
         self._scheduled = len(lrs)
         self._reserve(self._scheduled)
-        first = self._betas.since  # no row is behind the steps with other settings, which none takes again
-        self._write(first + 1, self._lrs[first:])
+        self._write(1, self._lrs)
 
     def _write(self, first: int, lrs: np.ndarray) -> None:
         columns = np.empty((len(Schedule._fields), len(lrs)), np.float32)
         for number, lr in enumerate(lrs.tolist()):
-            if max(self._betas.products(first + number)) < _NOTHING:
+            if max(self._config.betas) ** (first + number) < _NOTHING:
                 # Powers in numpy may be rounded otherwise; but here all corrections are 1, to the last bit.
                 for column, rest in zip(columns, self.scalars(first + number, lrs[number:]), strict=True):
                     column[number:] = rest

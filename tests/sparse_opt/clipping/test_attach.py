@@ -32,7 +32,6 @@ from cowrec.sparse_opt import (
     AdamConfig,
     AdaptiveFieldClip,
     ClipRule,
-    ConstantClip,
     CowClip,
     EmbeddingAdam,
     FieldClip,
@@ -282,7 +281,6 @@ def test_adam_settings(change: dict[str, Any]) -> None:
 
 
 CASE = small_problem()
-ROWS: dict[str, ClipRule] = {"t0": CowClip(1e-2, 1e-5), "t1": ConstantClip(1e-3), "*": CowClip(0.1, 1e-4)}
 
 
 def fresh(like: nn.Module | None = None) -> Any:
@@ -333,21 +331,6 @@ def test_a_lost_handle(attach: str) -> None:
             attach_to(other)
         assert_equal(train(model, step), train(other, step))
         attach_to(model) if step == 1 else detach_cowclip(model)
-
-
-def test_rules_of_tables_change_between_stages() -> None:
-    """Each stage is that of a new model under its rules."""
-    later = {"t0": CowClip(2e-2, 1e-4), "t1": ConstantClip(2e-3), "*": CowClip(0.2, 1e-3)}
-    model = fresh()
-    optimizer = EmbeddingAdam(model, like_sgd("replay"), ROWS)
-    for step, rules in enumerate((ROWS, later)):
-        other, before = fresh(model), state_of(model)
-        EmbeddingAdam(other, like_sgd("replay"), rules)
-        optimizer.reconfigure(like_sgd("replay"), rules)
-        after = train(model, step)
-        assert not np.array_equal(after["c0.t1"], before["c0.t1"])
-        assert_equal(after, train(other, step))
-    refused("the clip rule cannot change from 't0: cowclip", optimizer.reconfigure, like_sgd("replay"), CowClip())
 
 
 def test_the_name_of_one_table_has_precedence_over_one_that_collections_share() -> None:

@@ -234,6 +234,22 @@ def test_a_rate_may_rise_above_the_first_one() -> None:
         np.testing.assert_allclose(replayed, states[1][key], rtol=1e-5, atol=1e-9, err_msg=key)
 
 
+def test_rows_keep_first_moments_while_the_rate_is_zero() -> None:
+    """Rows miss more than the 32 steps after which a row that cannot move any more is at rest."""
+    problem, states = small_problem(**SMALL, steps=80), []
+    for mode in ("dense", "replay"):
+        model = sharded_model(problem)
+        adam = EmbeddingAdam(model, AdamConfig(lr=0.0, absent_rows=mode))
+        for step in range(80):
+            if step == 50:
+                adam.lr = 1e-2
+            # The rows of one batch come in the first step alone.
+            train_step(problem, model, min(step, 1))
+        states.append(state_of(model, adam))
+        adam.remove()
+    assert_equal(*states)
+
+
 # Rows that others write.
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {key.split(".")[-2]: each for key, each in model.named_parameters() if key.endswith(".weight")}
