@@ -8,7 +8,7 @@ accuracies come from it).
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import expm1, inf, log, sqrt
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from cowrec.errors import UserError
 
@@ -54,21 +54,46 @@ class Hyperparameters:
             raise UserError(f"eps must be > 0 and finite, got {self.eps}")
 
 
+class ScalingRule(Protocol):
+    """How everything that depends on the batch size changes at s times the base batch, s > 0."""
+
+    def scale(self, base: Hyperparameters, s: float, embedding: EmbeddingOptimizer) -> Hyperparameters:
+        """Returns the values for s times the batch of ``base``, with tables under the optimizer ``embedding``."""
+
+    def limit_factor(self, clip: ClipRule, s: float) -> float:
+        """Returns the factor of the limits of a clip rule."""
+
+
 @dataclass(frozen=True)
 class _Powers:
-    """A rule that multiplies each value by a power of s; betas and eps stay."""
+    """A rule that multiplies each value by a power of s, constant thresholds too; betas, eps and other limits stay."""
 
     embedding_lr: float
     l2: float
     dense_lr: float
+    threshold: float = 0.5
 
     def scale(self, base: Hyperparameters, s: float, embedding: EmbeddingOptimizer) -> Hyperparameters:
-        return replace(
+        scaled = replace(
             base,
             embedding_lr=base.embedding_lr * s**self.embedding_lr,
             dense_lr=base.dense_lr * s**self.dense_lr,
             l2=base.l2 * s**self.l2,
         )
+        return _with_decay_of_samples(scaled, base, s)
+
+    def limit_factor(self, clip: ClipRule, s: float) -> float:
+        return float(s**self.threshold) if isinstance(clip, ConstantClip) else 1.0
+
+
+class _NoScaling:
+    """A rule under which nothing changes."""
+
+    def scale(self, base: Hyperparameters, s: float, embedding: EmbeddingOptimizer) -> Hyperparameters:
+        return base
+
+    def limit_factor(self, clip: ClipRule, s: float) -> float:
+        return 1.0
 
 
 MAX_BETA1 = 0.95
@@ -97,18 +122,22 @@ class _HalfLife:
         # In logarithms: beta2^s may round to 1, and 1 - beta2^s to 0.
         forgotten = -expm1(s * log(beta2)) if beta2 else 1.0
         k = sqrt(forgotten / (1 - beta2))
-        return replace(
+        scaled = replace(
             base,
             embedding_lr=base.embedding_lr * {"adam": k, "adagrad": 1.0, "sgd": s}[embedding],
             dense_lr=base.dense_lr * k,
             betas=(min(beta1, MAX_BETA1 * sqrt(beta2**s)), beta2**s),
             eps=base.eps * k / s,
         )
+        return _with_decay_of_samples(scaled, base, s)
+
+    def limit_factor(self, clip: ClipRule, s: float) -> float:
+        return 1 / s if clip.scope == "row" else 1 / sqrt(s)
 
 
-SCALING_RULES: dict[str, _Powers | _HalfLife] = {
+SCALING_RULES: dict[str, ScalingRule] = {
     "half_life": _HalfLife(),
-    "none": _Powers(0, 0, 0),
+    "none": _NoScaling(),
     "sqrt": _Powers(0.5, 0.5, 0.5),
     "sqrt_star": _Powers(0.5, 0, 0.5),
     "linear": _Powers(1, 0, 1),
@@ -152,7 +181,7 @@ def scale_hyperparameters(
     s = _checked_scale(base_batch_size, batch_size, rule)
     if embedding not in get_args(EmbeddingOptimizer):
         raise UserError(f"embedding must be one of {', '.join(get_args(EmbeddingOptimizer))}, got {embedding!r}")
-    return base if s == 1 else _with_decay_of_samples(SCALING_RULES[rule].scale(base, s, embedding), base, s, rule)
+    return base if s == 1 else SCALING_RULES[rule].scale(base, s, embedding)
 
 
 def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: str = "half_life") -> ClipRule:
@@ -166,16 +195,10 @@ def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: s
     :data:`CLIP_RULES` whose limits change.
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
-    if rule == "half_life":
-        return _with_limits_times(1 / s if clip.scope == "row" else 1 / sqrt(s), clip)
-    if rule == "none" or not isinstance(clip, ConstantClip):
-        return clip
-    return _with_limits_times(sqrt(s), clip)
+    return _with_limits_times(SCALING_RULES[rule].limit_factor(clip, s), clip)
 
 
-def _with_decay_of_samples(scaled: Hyperparameters, base: Hyperparameters, s: float, rule: str) -> Hyperparameters:
-    if rule == "none":
-        return scaled
+def _with_decay_of_samples(scaled: Hyperparameters, base: Hyperparameters, s: float) -> Hyperparameters:
     return replace(
         scaled,
         weight_decay=base.weight_decay * s * _ratio(base.embedding_lr, scaled.embedding_lr),
@@ -188,6 +211,8 @@ def _ratio(lr: float, scaled: float) -> float:
 
 
 def _with_limits_times(factor: float, clip: ClipRule) -> ClipRule:
+    if factor == 1:
+        return clip
     if type(clip) not in CLIP_RULES.values():
         raise UserError(
             f"scale_clip knows the values of CLIP_RULES only, got {clip!r}; scale it yourself: its limits become"
