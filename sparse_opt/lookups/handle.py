@@ -55,12 +55,10 @@ class LookupsHandle:
         self._is_pruned = bool(pruned)
         for collection, module in inventory.called.items():
             own = [each for each in lookups if each.lookup.collection is collection]
-            guard = partial(self._check_call, module, collection, own, lookup_modules(collection))
             self._undo += [
                 leave_ddp(collection, [each.lookup.module for each in own]),
-                # A function of this call: a partial would be copied with a model, and take the copy for its own.
-                module.register_forward_pre_hook(compiler.disable(lambda *args, guard=guard: guard(*args))).remove,
-                collection.register_load_state_dict_post_hook(lambda *_, own=own: self._drop_waiting(own)).remove,
+                module.register_forward_pre_hook(compiler.disable(self._guard(module, collection, own))).remove,
+                collection.register_load_state_dict_post_hook(_dropping(own)).remove,
                 partial(delattr, collection, _ATTACHED),
             ]
             setattr(collection, _ATTACHED, lambda: self)  # a function, which a copy of the model shares
@@ -146,7 +144,7 @@ class LookupsHandle:
                 f"accumulate({passes}) would train rows that ITEP gives to other ids with the gradients of their"
                 " earlier ones, which wait; take a step for each pass"
             )
-        self._drop_waiting(self._lookups)
+        _dropping(self._lookups)()
         for each in self._lookups:
             each.accumulation.passes = passes
 
@@ -162,50 +160,40 @@ class LookupsHandle:
             undo()
         self._undo = []
 
-    @staticmethod
-    def _drop_waiting(lookups: Sequence[WrappedLookup]) -> None:
-        waiting = max((each.accumulation.waiting for each in lookups), default=0)
-        if waiting:
-            message = f"{waiting} backward passes that waited for others were dropped"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
-        for each in lookups:
-            each.accumulation.drop()
+    def _guard(
+        self, attached: nn.Module, collection: ShardedCollection, lookups: Sequence[WrappedLookup]
+    ) -> Callable[..., None]:
+        """Makes a function that checks a forward pass of a collection, which ``attached`` runs, before it begins.
 
-    def _check_call(
-        self,
-        attached: nn.Module,
-        collection: ShardedCollection,
-        lookups: Sequence[WrappedLookup],
-        modules: Sequence[nn.Module],
-        called: nn.Module,
-        *_: Any,
-    ) -> None:
-        """Checks a forward pass of a collection, which ``attached`` runs, before it begins.
-
-        Raises:
-            RuntimeError: the model is a copy, TorchRec has rebuilt the lookups, or an exception has interrupted the
-                accumulation of backward passes.
+        It raises RuntimeError if the model is a copy, TorchRec has rebuilt the lookups, or an exception has interrupted
+        the accumulation of backward passes.
         """
-        if called is not attached:
-            refuse_copy(called)
-        if lookup_modules(collection) != modules:  # modules are equal to themselves alone
-            raise RuntimeError(
-                f"the lookups of {type(collection).__name__} were rebuilt after attaching, as by"
-                " DistributedModelParallel.reshard, so that its tables would train without the clip and without"
-                " EmbeddingAdam; call remove() before, and attach again after. For EmbeddingAdam save its state_dict()"
-                " before, and load it into the new one"
-            )
-        if not torch.is_grad_enabled() or all(each.forward_thread != get_ident() for each in lookups):
-            return  # an evaluation, perhaps within a backward pass of another thread
-        waiting = {each.accumulation.waiting for each in lookups}
-        if len(waiting) > 1:
-            names = _names([each for each in lookups if each.accumulation.waiting < max(waiting)])
-            raise RuntimeError(
-                f"of the passes of a step, tables have {min(waiting)} or {max(waiting)}: an exception interrupted a"
-                " backward pass; then call accumulate(n) again, which drops them, and begin the step anew. Or the loss"
-                f" does not use the outputs of the tables {', '.join(map(repr, names))}: add 0 times their sum to it"
-            )
-        self._warn_of_unequal_calls()
+        wrapped = lookup_modules(collection)
+
+        def check(called: nn.Module, *_: Any) -> None:
+            if called is not attached:
+                refuse_copy(called)
+            if lookup_modules(collection) != wrapped:  # modules are equal to themselves alone
+                raise RuntimeError(
+                    f"the lookups of {type(collection).__name__} were rebuilt after attaching, as by"
+                    " DistributedModelParallel.reshard, so that its tables would train without the clip and without"
+                    " EmbeddingAdam; call remove() before, and attach again after. For EmbeddingAdam save its"
+                    " state_dict() before, and load it into the new one"
+                )
+            if not torch.is_grad_enabled() or all(each.forward_thread != get_ident() for each in lookups):
+                return  # an evaluation, perhaps within a backward pass of another thread
+            waiting = {each.accumulation.waiting for each in lookups}
+            if len(waiting) > 1:
+                names = _names([each for each in lookups if each.accumulation.waiting < max(waiting)])
+                raise RuntimeError(
+                    f"of the passes of a step, tables have {min(waiting)} or {max(waiting)}: an exception interrupted a"
+                    " backward pass; then call accumulate(n) again, which drops them, and begin the step anew. Or the"
+                    f" loss does not use the outputs of the tables {', '.join(map(repr, names))}: add 0 times their sum"
+                    " to it"
+                )
+            self._warn_of_unequal_calls()
+
+        return check
 
     def _warn_of_unequal_calls(self) -> None:
         """Warns, once, if the latest ``backward()`` completed the step of some lookups alone."""
@@ -228,6 +216,19 @@ class LookupsHandle:
 
 def _names(lookups: Sequence[WrappedLookup]) -> list[str]:
     return [shard.name for each in lookups for shard in each.lookup.shards]
+
+
+def _dropping(lookups: Sequence[WrappedLookup]) -> Callable[..., None]:
+    """Makes a function that drops the passes that wait, with a warning."""
+
+    def drop(*_: Any) -> None:
+        if waiting := max((each.accumulation.waiting for each in lookups), default=0):
+            message = f"{waiting} backward passes that waited for others were dropped"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        for each in lookups:
+            each.accumulation.drop()
+
+    return drop
 
 
 def _forget(wrapped: WrappedLookup, evicted: Callable[..., None], table: int, rows: Tensor) -> None:

@@ -8,7 +8,7 @@ and sum the rows on CUDA, and replay missed steps everywhere.
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -134,14 +134,12 @@ class NumbaRows:
     """The rows of a lookup on the CPU: kernels on as many threads as torch uses."""
 
     is_capturable = False
-    _kernels: ClassVar[Any]
-    _replay_kernels: ClassVar[Any]
 
     def __init__(self, lookup: TbeLookup, layout: LookupLayout, limits: TableLimits, statistics: ClipStatistics):
         from ..kernels import numba_replay, numba_rows
 
-        # Of the class: instances are copied with a model, and modules cannot be.
-        NumbaRows._replay_kernels, NumbaRows._kernels = numba_replay, numba_rows
+        self._replay_kernels: Any = numba_replay
+        self._kernels: Any = numba_rows
         self._lookup, self._layout, self._statistics = lookup, layout, statistics
         self._numpy_layout, self._clips = to_numpy(layout), to_numpy(limits.clips)
 
@@ -237,13 +235,12 @@ class TritonRows:
     """The rows of a lookup on CUDA. Ids outside their tables are counted and become row 0, as in FBGEMM."""
 
     is_capturable = True
-    _kernels: ClassVar[Any]
-    _replay_kernels: ClassVar[Any]
 
     def __init__(self, lookup: TbeLookup, layout: LookupLayout, limits: TableLimits, statistics: ClipStatistics):
         from ..kernels import triton_replay, triton_rows
 
-        TritonRows._replay_kernels, TritonRows._kernels = triton_replay, triton_rows
+        self._replay_kernels: Any = triton_replay
+        self._kernels: Any = triton_rows
         self._lookup, self._layout, self._clips, self._statistics = lookup, layout, limits.clips, statistics
 
     def _on_own_device(self) -> AbstractContextManager[Any]:

@@ -102,7 +102,9 @@ class LookupAdam:
         self._clips_absent = any(absent_clip_binds(limit, config) for limit in limits)
         self._thresholds = decay_thresholds(config, max(self._lr_factors.tolist()), limits)
         self._captured: RowResults | None = None
+        # Version of the weights' memory that the optimizer wrote last; None while managed collision writes rows.
         self._seen: int | None = self.lookup.parameter._version
+        # Step at which no row was behind: as long as it is the latest one, others may write rows.
         self._current_at = 0
         self._lock = RLock()  # another thread may evaluate meanwhile, which catches rows up too
 
