@@ -110,8 +110,9 @@ class RowInitializer:
             for lookup, adam in pairs
             for shards in _group_shards(lookup)
         ]
-        self._batch_waits = self._looked_up_ahead = False
-        self._running = 0
+        self._batch_waits = False  # rows of a batch were reset, and no training forward has begun since
+        self._looked_up_ahead = False  # a lookup was made for training while no forward was running
+        self._running = 0  # forward passes of collections that have begun and not ended
         for collection, module in inventory.called.items():
             module.register_forward_pre_hook(self._begin_forward, prepend=True)
             module.register_forward_hook(self._end_forward, always_call=True)
@@ -128,6 +129,22 @@ class RowInitializer:
                 has got another optimizer or other lookups since.
         """
         self._require_unchanged()
+        self._require_rows(new_rows)
+        if len(new_rows.row):
+            self._require_unused_rows()
+        self._batch_waits, self._running = self._has_collections, 0  # also after a forward that was interrupted
+        widest = int(self._columns.max())
+        for first in range(0, len(new_rows.row), _CHUNK):
+            table, row, ids, feature = (
+                each[first : first + _CHUNK] for each in (new_rows.table, new_rows.row, new_rows.id, new_rows.feature)
+            )
+            values = initial_rows(self._keys[table], feature, ids, widest, self._std)
+            values[np.arange(widest) >= self._columns[table][:, None]] = 0
+            for group in self._groups:
+                group.reset(torch.from_numpy(table), torch.from_numpy(row), torch.from_numpy(values))
+
+    def _require_rows(self, new_rows: NewRows) -> None:
+        """Raises ValueError for rows that no table has."""
         if len(new_rows.table) and (last := int(new_rows.table.max())) >= len(self._tables):
             raise UserError(
                 f"new_rows are of {last + 1} tables or more, but RowInitializer was given {len(self._tables)}: give it"
@@ -140,35 +157,28 @@ class RowInitializer:
                 f"table {table!r} has {rows} rows, and a new id got row {new_rows.row[beyond[0]]}; make its"
                 f" num_embeddings IdTables.num_embeddings[{table!r}], which is more than the capacity"
             )
-        if self._batch_waits and len(new_rows.row):
+
+    def _require_unused_rows(self) -> None:
+        """Raises ValueError if a batch that has not taken its step may train rows as those of earlier ids."""
+        if self._batch_waits:
             raise UserError(
                 "the rows of two batches were reset without a training forward between them: the first batch still"
                 " waits for its step, and may train rows that now belong to other ids; call reset(new_rows) immediately"
                 " before the forward of its own batch, however far ahead ids are translated (docs/id_tables.md). If"
                 " the first batch will never be trained, go on with a new RowInitializer"
             )
-        if self._looked_up_ahead and len(new_rows.row):
+        if self._looked_up_ahead:
             raise UserError(
                 "a batch was looked up for training before the model was called, as TrainPipelineSemiSync and"
                 " embedding_lookup_stream of StagedTrainPipeline do: its new ids got the rows of earlier ones, which"
                 " are reset too late; use TrainPipelineSparseDist"
             )
         waiting = max((handle.waiting for each in self._made_with if (handle := attached_to(each))), default=0)
-        if waiting >= COOLDOWN and len(new_rows.row):
+        if waiting >= COOLDOWN:
             raise UserError(
                 f"{waiting} backward passes wait for their step, and rows that were freed {COOLDOWN} batches ago may"
                 f" belong to ids of theirs; call accumulate with at most {COOLDOWN}, or use larger batches"
             )
-        self._batch_waits, self._running = self._has_collections, 0  # also after a forward that was interrupted
-        for first in range(0, len(new_rows.row), _CHUNK):
-            table, row, ids, feature = (
-                each[first : first + _CHUNK] for each in (new_rows.table, new_rows.row, new_rows.id, new_rows.feature)
-            )
-            widest = int(self._columns.max())
-            values = initial_rows(self._keys[table], feature, ids, widest, self._std)
-            values[np.arange(widest) >= self._columns[table][:, None]] = 0
-            for group in self._groups:
-                group.reset(torch.from_numpy(table), torch.from_numpy(row), torch.from_numpy(values))
 
     def _require_unchanged(self) -> None:
         """Raises ValueError unless tables are under the optimizer, and in the lookups, that this was made with."""
