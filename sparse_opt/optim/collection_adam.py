@@ -24,7 +24,6 @@ from cowrec.errors import UserError
 
 from ..algorithm.adam import AdamConfig
 from ..lookups.handle import refuse_copy
-from ..lookups.loss_scale import LossScale
 from ..lookups.wrapped_lookup import WrappedLookup
 from ..tbe.collection import device_of, fused_optimizers, mark_updated_in_backward
 from ..tbe.column_shards import copy_from_first_shards
@@ -63,7 +62,6 @@ class CollectionAdam:
         lookups: its lookups on this rank.
         config: settings.
         lr_factors: factors of the tables' learning rates, by name.
-        loss_scale: scale of the loss.
 
     Attributes:
         lookups: Adam on each lookup.
@@ -81,7 +79,6 @@ class CollectionAdam:
         lookups: Sequence[WrappedLookup],
         config: AdamConfig,
         lr_factors: Mapping[str, float],
-        loss_scale: LossScale,
     ):
         self.collection, self._tables, self._config = collection, tables, config
         self._group = process_group_of(collection)
@@ -90,9 +87,7 @@ class CollectionAdam:
         self.history = StepHistory(
             config, lookups[0].lookup.flat_weights().device if lookups else device_of(collection)
         )
-        self.lookups = [
-            LookupAdam(each, config, self.history, lr_factors, lambda: self.lr, loss_scale) for each in lookups
-        ]
+        self.lookups = [LookupAdam(each, config, self.history, lr_factors, lambda: self.lr) for each in lookups]
         self.params: dict[str, Tensor] = {}
         self.of_param: dict[Tensor, dict[str, Entry]] = {}
         self.groups: list[dict[str, Any]] = []

@@ -112,7 +112,6 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
                     [each for each in wrapped if each.lookup.collection is collection],
                     config,
                     factors,
-                    loss_scale,
                 )
                 for collection in inventory.collections.values()
             ]
@@ -130,7 +129,7 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
             self,
             inventory,
             wrapped,
-            lambda each, forward, inputs: adam_of[each].look_up(forward, inputs),
+            lambda each, forward, inputs: adam_of[each].look_up(forward, inputs, loss_scale),
             lambda each, table, rows: adam_of[each].forget_rows(table, rows),
         )
         self._undo += restore

@@ -58,7 +58,6 @@ class LookupAdam:
         history: steps of the lookup's collection.
         lr_factors: factors of the tables' learning rates, by name; 1 for those that are not named.
         lr: called in a backward pass, for the learning rate of its step.
-        loss_scale: scale of the loss.
 
     Attributes:
         exp_avg, exp_avg_sq: moments, flat, float32, laid out like the weights.
@@ -76,9 +75,8 @@ class LookupAdam:
         history: StepHistory,
         lr_factors: Mapping[str, float],
         lr: Callable[[], float],
-        loss_scale: LossScale,
     ):
-        self.wrapped, self._history, self._lr, self._loss_scale = wrapped, history, lr, loss_scale
+        self.wrapped, self._history, self._lr = wrapped, history, lr
         shards, weights = self.lookup.shards, self.lookup.flat_weights()
         self.replays = config.absent_rows == "replay"
         if self.replays and weights.dtype != torch.float32:
@@ -143,12 +141,13 @@ class LookupAdam:
         numbers = (self._step, scalars, self._log_beta2, self._clips_absent, self._ftrl)
         return AdamRows(self.state, self._constants, self._thresholds, self._device_steps, *numbers)
 
-    def look_up(self, forward: Forward, inputs: Inputs) -> Tensor:
+    def look_up(self, forward: Forward, inputs: Inputs, loss_scale: LossScale) -> Tensor:
         """Forward of the lookup: its rows catch up and are looked up; the backward then updates them.
 
         Args:
             forward: FBGEMM's.
             inputs: its keyword arguments.
+            loss_scale: scale of the loss.
         """
         bags = self.wrapped.bags.of(inputs)
         with torch.no_grad():
@@ -164,7 +163,7 @@ class LookupAdam:
             with profiled(EMBEDDING_UPDATE):
                 self.update(backward, self._lr(), step_of_forward)
 
-        return look_up_replaced(output, self.wrapped, bags, inputs, ReplacedUpdate(update), self._loss_scale, ids)
+        return look_up_replaced(output, self.wrapped, bags, inputs, ReplacedUpdate(update), loss_scale, ids)
 
     def update(self, backward: LookupBackward, lr: float, step_of_forward: int) -> None:
         """Takes a step; ``step_of_forward`` is the one that the forward pass brought the rows to."""
