@@ -40,10 +40,11 @@ help:
 demo: $(READY)
 	@$(BIN)/python scripts/demo.py
 
-test: lint
-	@$(PYTEST) $(TESTS)
+# Linters and tests side by side: mypy takes a core for a minute or two.
+test: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 lint suite
 
-# The third tier: faults of hosts, scripts, documents, long grids, and the first two tiers in the matrix's other environments.
+# The third tier: kills, faults of hosts and servers, scripts, documents, long grids, and the first two tiers in the matrix's other environments.
 test-all: lint
 	@$(PYTEST) --thorough $(TESTS)
 	@$(MAKE) --no-print-directory $(filter-out test-python-$(shell \

@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="also run the third tier (hosts, scripts, documents, long grids), and draw the cases of properties anew",
+        help="also run the third tier (kills, faults, scripts, documents, long grids) and more cases of properties",
     )
 
 
