@@ -41,9 +41,9 @@ def evaluate(
 ) -> None:
     """Evaluates a checkpoint of a run on a data set; prints the measures, on a terminal as tables, else as JSON.
 
-    With --by also GAUC, the mean AUC of the groups weighted by their samples, NDCG, MRR, and the measures of the largest groups
-    and of the rest. Takes about 120 bytes of memory for each sample, with --by 180, and with --importance the samples
-    themselves.
+    With --by also GAUC, the mean AUC of the groups weighted by their samples, NDCG, MRR, and the measures of the
+    largest groups and of the rest. Takes about 120 bytes of memory for each sample, with --by 180, and with
+    --importance the samples themselves.
 
     Uses a GPU as training does; `CUDA_VISIBLE_DEVICES=1` before the command chooses the second, an empty value the CPU.
 

@@ -237,7 +237,6 @@ def test_groups_are_ranked_as_by_scikit_learn(drawn: list[tuple]) -> None:
         assert reciprocal[group] == 1 / (1 + sum((x >= x[y == 1].max()) & (y == 0)))
 
 
-@settings(max_examples=150, deadline=None)
 @given(drawn=st.lists(SAMPLE, min_size=1, max_size=60))
 def test_any_weighted_samples_are_measured_as_by_scikit_learn(drawn: list[tuple]) -> None:
     logits, label, weight, groups = columns(drawn)
