@@ -21,9 +21,15 @@ from cowrec.errors import UserError
 
 from ..algorithm.clip import ClipRule
 from ..kernels.layout import LookupBackward, LookupBags
-from ..lookups.backward import Forward, ReplacedUpdate, look_up_replaced, look_up_rescaled, require_single_ids
+from ..lookups.backward import (
+    Forward,
+    LossScale,
+    ReplacedUpdate,
+    look_up_replaced,
+    look_up_rescaled,
+    require_single_ids,
+)
 from ..lookups.handle import LookupsHandle, require_unattached
-from ..lookups.loss_scale import LossScale
 from ..lookups.requirements import lookups_under_rules
 from ..lookups.row_backends import Inputs
 from ..lookups.rules import table_rules

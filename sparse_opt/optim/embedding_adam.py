@@ -16,8 +16,8 @@ from cowrec.errors import UserError
 
 from ..algorithm.adam import AdamConfig
 from ..algorithm.clip import ClipRule, NoClip
+from ..lookups.backward import LossScale
 from ..lookups.handle import LookupsHandle, require_unattached
-from ..lookups.loss_scale import LossScale
 from ..lookups.requirements import lookups_under_rules
 from ..lookups.rules import table_rules
 from ..tbe.collection import is_pruned

@@ -22,8 +22,7 @@ from ..kernels.layout import (
 )
 from ..kernels.profiling import EMBEDDING_UPDATE, profiled
 from ..kernels.torch_rows import is_behind, missed_decay
-from ..lookups.backward import Forward, ReplacedUpdate, look_up_replaced
-from ..lookups.loss_scale import LossScale
+from ..lookups.backward import Forward, LossScale, ReplacedUpdate, look_up_replaced
 from ..lookups.row_backends import Inputs
 from ..lookups.wrapped_lookup import WrappedLookup
 from ..tbe.lookup import TbeLookup

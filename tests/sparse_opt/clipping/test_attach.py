@@ -41,10 +41,9 @@ from cowrec.sparse_opt import (
     detach_cowclip,
 )
 from cowrec.sparse_opt.kernels.layout import LookupBackward
-from cowrec.sparse_opt.lookups.accumulation import Accumulation
 from cowrec.sparse_opt.lookups.rules import TableRules, table_rules
 from cowrec.sparse_opt.lookups.statistics import ClipStatistics
-from cowrec.sparse_opt.lookups.wrapped_lookup import WrappedLookup
+from cowrec.sparse_opt.lookups.wrapped_lookup import Accumulation, WrappedLookup
 from cowrec.sparse_opt.tbe.inventory import ModelInventory
 from process_groups import in_processes, process_group
 from random_problems.drawing import Problem, small_problem

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, FieldClip, attach_cowclip
 from cowrec.sparse_opt.kernels.layout import LookupBackward
-from cowrec.sparse_opt.lookups.loss_scale import LossScale
+from cowrec.sparse_opt.lookups.backward import LossScale
 from cowrec.sparse_opt.tbe.bags import BagsOfLookup
 from process_groups import in_processes, process_group
 from random_problems.drawing import Problem, small_problem

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from cowrec.sparse_opt import AdamConfig, EmbeddingAdam
-from cowrec.sparse_opt.lookups.loss_scale import grad_scalers_in_use
+from cowrec.sparse_opt.lookups.backward import grad_scalers_in_use
 from cowrec.sparse_opt.tbe.collection import leave_ddp
 from cowrec.sparse_opt.tbe.inventory import ModelInventory
 from cowrec.sparse_opt.tbe.plan import ranks_of_columns
