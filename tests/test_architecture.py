@@ -292,6 +292,18 @@ def test_imports_inside_a_package_are_relative() -> None:
         assert not absolute
 
 
+def test_only_tbe_uses_private_attributes_of_torchrec_and_fbgemm() -> None:
+    """Of torch, and of named tuples, others use these."""
+    used = set()
+    for file in (ROOT / "sparse_opt").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if file.parent.name != "tbe" else ():
+            if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and ast.unparse(node.value) != "self":
+                used.add(node.attr)
+    of_tuples = {"_make", "_replace", "_fields"}
+    of_torch = {"_C", "_assert_async", "_current_graph_task_id", "_is_view", "_profiler_enabled", "_scale", "_version"}
+    assert used <= of_tuples | of_torch | {"_init_from_local_shards_and_global_metadata"}
+
+
 def test_every_folder_is_installed() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     found = [name for name, file in modules().items() if file.name == "__init__.py"]
