@@ -35,7 +35,7 @@ from .raw.columns import SampleColumns
 from .raw.kinds import RawType, read_fields
 from .raw.layouts import Layout, RawField, RawLabel
 from .raw.parsing import Parsed
-from .raw.validity import unreadable_rows
+from .raw.validity import unreadable_rows, without_rows
 
 if TYPE_CHECKING:
     from .dataset.batch import Batch
@@ -229,11 +229,12 @@ class SampleCodec:
         for name in self._types:
             if table.column_names.count(name) > 1:
                 raise UserError(f"several columns have the name {name!r}; keep one of them, or rename the others")
-        table, unreadable = unreadable_rows(table.select([name for name in self._types if name in table.column_names]))
-        found = long_texts(table) | {row: f"column {name}: {problem}" for row, (name, problem) in unreadable.items()}
-        kept = np.setdiff1d(np.arange(table.num_rows), list(found))
+        table = table.select([name for name in self._types if name in table.column_names])
+        unreadable = {row: f"column {name}: {problem}" for row, (name, problem) in unreadable_rows(table).items()}
+        found = long_texts(table) | unreadable
+        kept = np.delete(np.arange(table.num_rows), list(found))
         bad = tuple(BadSample(row, reason) for row, reason in found.items())
-        return RawSamples(table.take(pa.array(kept)) if found else table, kept, bad)
+        return RawSamples(without_rows(table, found) if found else table, kept, bad)
 
     def with_absent_columns(self, samples: RawSamples) -> tuple[RawSamples, list[str]]:
         """Adds the columns of features that no sample has, with nulls; returns their names, too.

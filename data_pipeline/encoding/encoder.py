@@ -18,6 +18,7 @@ from cowrec.errors import UserError
 
 from ..dataset.sample_block import Bags, SampleBlock
 from ..dataset.schema import (
+    BUCKET_SUFFIX,
     KEPT_PREFIX,
     RESERVED_ROWS,
     SAMPLE_NUMBER,
@@ -26,16 +27,45 @@ from ..dataset.schema import (
     VOCABULARY_FOLDER,
     WEIGHT_SUFFIX,
     DenseField,
+    Encoding,
     Schema,
     SparseField,
     label_columns,
     vocabulary_file,
 )
 from ..hashing import bytes_hashes, string_buffers, string_hashes
+from ..raw.layouts import RawField
 from ..raw.lists import last_values, weights_of_pairs
 from ..raw.parsing import Parsed
 from .numbers import Transforms, bucket_ids
 from .vocabulary import Vocabulary, raw_ids_of_hashed, with_missing
+
+
+def sparse_field(raw: RawField, encoding: Encoding) -> SparseField:
+    """Returns the sparse field of a raw one, before its table is sized; of a numeric one, that of its buckets."""
+    bucketed = raw.kind == "numeric"
+    return SparseField(
+        raw.name + BUCKET_SUFFIX if bucketed else raw.name,
+        RESERVED_ROWS,
+        "categorical" if raw.kind == "numeric" else raw.kind,
+        pooling=raw.pooling or "sum",
+        encoding=encoding,
+        source=raw.name,
+        bucketed=bucketed,
+        max_length=raw.max_length,
+        shares=raw.shares,
+        along=raw.along,
+    )
+
+
+def texts_of(field: SparseField, parsed: Parsed) -> pa.Array:
+    """Returns the ids of a field before they are encoded: strings [R], or lists of strings [R]."""
+    return bucket_ids(parsed.numbers[field.source]) if field.bucketed else parsed.ids[field.source]
+
+
+def flat(field: SparseField, texts: pa.Array) -> pa.Array:
+    """Returns all ids of `texts_of`, one after the other."""
+    return texts if field.kind == "categorical" else texts.flatten()
 
 
 @dataclass(frozen=True)
@@ -74,7 +104,7 @@ class Encoder:
         return pa.table(columns)
 
     def _ids(self, field: SparseField, parsed: Parsed) -> dict[str, pa.Array]:
-        text = bucket_ids(parsed.numbers[field.source]) if field.bucketed else parsed.ids[field.source]
+        text = texts_of(field, parsed)
         if field.kind == "categorical":
             return {field.name: pa.array(self._rows_of_text(field, text))}
         offsets = list_offsets(text)

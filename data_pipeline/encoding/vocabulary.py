@@ -43,8 +43,9 @@ class VocabularyCounter:
         kept = np.flatnonzero(counts >= min_count)
         if len(kept) < len(counts):
             values, counts = values.take(pa.array(kept)), counts[kept]
-        order = string_order(values, -counts)[: max_ids or None]
-        return Vocabulary(values.take(pa.array(order)), counts[order])
+        keys = [(name, "ascending") for name in ("least", VALUE)]
+        order = pc.sort_indices(pa.table({"least": -counts, VALUE: values}), keys)[: max_ids or None]
+        return Vocabulary(values.take(order), counts[order.to_numpy()])
 
 
 def counted_values(text: pa.Array | pa.ChunkedArray) -> pa.Table:
@@ -121,7 +122,6 @@ def one_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 MIN_SLOTS = 8
-WORD_BYTES = 8
 
 
 class StringTable:
@@ -169,34 +169,6 @@ class StringTable:
         if 2 * most > len(self._slots):
             self._slots = np.zeros(1 << (2 * most - 1).bit_length(), np.uint64)
             _fill(bytes_hashes(self._starts[: self._size + 1], self._data), self._slots)
-
-
-def string_order(text: pa.Array, keys: np.ndarray) -> np.ndarray:
-    """Sorts strings by the integers `keys` [U], then by their bytes, eight bytes at a time.
-
-    Much faster than string comparisons where most strings are short.
-
-    Returns:
-        Indices of the strings in sorted order, int64 [U].
-    """
-    offsets, data = string_buffers(text)
-    lengths = np.diff(offsets)
-    order = np.arange(len(text))
-    # Positions in `order` that are not final yet, and the rank of each among the words compared so far.
-    unsorted, group = order.copy(), keys
-    end = WORD_BYTES
-    while len(unsorted):
-        index = order[unsorted]
-        words, ends = _words(offsets, data, index, end - WORD_BYTES), np.minimum(lengths[index], end)
-        inner = np.lexsort((ends, words, group))
-        order[unsorted] = index[inner]
-        group, words, ends = group[inner], words[inner], ends[inner]
-        same = (group[1:] == group[:-1]) & (words[1:] == words[:-1]) & (ends[1:] == ends[:-1]) & (ends[1:] == end)
-        tied = np.r_[same, False] | np.r_[False, same]
-        group = np.cumsum(np.r_[True, ~same])[tied]
-        unsorted = unsorted[tied]
-        end += WORD_BYTES
-    return order
 
 
 def _grown(array: np.ndarray, used: int, needed: int) -> np.ndarray:
@@ -259,14 +231,3 @@ def _find(
 @numba.njit(inline="always")
 def _entry(string_hash: np.uint64, index: int | np.int64) -> np.uint64:
     return (string_hash & np.uint64(0xFFFFFFFF00000000)) | np.uint64(index + 1)
-
-
-@numba.njit(nogil=True, cache=True)
-def _words(offsets: np.ndarray, data: np.ndarray, index: np.ndarray, skip: int) -> np.ndarray:
-    """Packs bytes skip to skip + 8 of the strings `index` into uint64 of the same order, zero-padded."""
-    words = np.zeros(len(index), np.uint64)
-    for i in range(len(index)):
-        start = offsets[index[i]] + skip
-        for k in range(min(WORD_BYTES, offsets[index[i] + 1] - start)):
-            words[i] |= np.uint64(data[start + k]) << np.uint64(56 - 8 * k)
-    return words

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from ..dataset.schema import OUT_OF_VOCABULARY, WINDOW_ROWS
 from ..dataset.shards import ShardSize
-from ..encoding.encoder import Encoder
+from ..encoding.encoder import Encoder, flat, texts_of
 from ..encoding.numbers import count_bounded
 from ..encoding.vocabulary import Vocabulary
 from ..raw.columns import NEGATIVE, WEIGHTLESS
@@ -71,7 +71,7 @@ def doubts_of(encoder: Encoder, parsed: Parsed, encoded: pa.Table, layout: Layou
 def _pointed(encoder: Encoder, parsed: Parsed) -> Doubts:
     found: Doubts = Counter()
     for each in (each for each in encoder.sparse if not each.bucketed):
-        text = parsed.ids[each.source] if each.kind == "categorical" else parsed.ids[each.source].flatten()
+        text = flat(each, texts_of(each, parsed))
         suspects = text.filter(pc.ends_with(text, ".0"))
         if len(suspects):
             found[each.name, POINTED] = _matching(suspects, r"^-?[0-9]+\.0$")

@@ -12,15 +12,15 @@ import pyarrow as pa
 
 from cowrec.errors import UserError
 
-from ..dataset.schema import BUCKET_SUFFIX, RESERVED_ROWS, DenseTransform, Encoding, SparseField, SparseKind
-from ..encoding.encoder import Encoder
-from ..encoding.numbers import NumberStatistics, ValueCounts, bucket_ids, fitted
+from ..dataset.schema import RESERVED_ROWS, DenseTransform, Encoding, SparseField
+from ..encoding.encoder import Encoder, flat, sparse_field, texts_of
+from ..encoding.numbers import NumberStatistics, ValueCounts, fitted
 from ..encoding.vocabulary import Vocabulary, VocabularyCounter, counted_values
 from ..parallel import ordered_map
 from ..raw.bad_rows import BadRow, BadRowLedger
 from ..raw.inputs import Block, Partition, Report
 from ..raw.layouts import Layout, RawField
-from ..raw.parsing import Parsed, parse
+from ..raw.parsing import parse
 from .config import PrepareConfig
 from .doubts import report_markers
 from .engines import Engine
@@ -140,7 +140,7 @@ def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionSta
         for name, values in parsed.numbers.items():
             numbers[name].append(values[fitted_on])
         for each in counting:
-            texts[each.vocabulary].append(_training_ids(each, parsed, pa.array(train)))
+            texts[each.vocabulary].append(flat(each, texts_of(each, parsed).filter(pa.array(train))))
     for name, parts in numbers.items():
         found.numbers[name].add(np.concatenate(parts))
     found.counted = {name: counted_values(pa.chunked_array(text)) for name, text in texts.items()}
@@ -149,9 +149,12 @@ def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionSta
 
 def sparse_fields(layout: Layout, config: PrepareConfig) -> list[SparseField]:
     """Returns the sparse fields of a layout in order, before their tables are sized; buckets of numbers come first."""
-    numeric = [each for each in layout.fields if each.kind == "numeric"]
-    fields = [_sparse(each, "categorical", config) for each in numeric if _transform(each, config) == "buckets"]
-    return fields + [_sparse(each, each.kind, config) for each in layout.fields if each.kind != "numeric"]
+    encoding: Encoding = "hash" if config.hash_buckets else "raw" if config.raw_ids else "vocabulary"
+    buckets = [each for each in layout.fields if each.kind == "numeric" and _transform(each, config) == "buckets"]
+    of_ids = [each for each in layout.fields if each.kind != "numeric"]
+    for each in of_ids:
+        config.check_vocabulary(f"field {each.name!r}: ", 0, each.max_ids)
+    return [sparse_field(each, encoding) for each in (*buckets, *of_ids)]
 
 
 def _transform(raw: RawField, config: PrepareConfig) -> DenseTransform:
@@ -166,32 +169,8 @@ def _statistics(layout: Layout, config: PrepareConfig) -> dict[str, NumberStatis
     }
 
 
-def _sparse(raw: RawField, kind: SparseKind, config: PrepareConfig) -> SparseField:
-    config.check_vocabulary(f"field {raw.name!r}: ", 0, raw.max_ids)
-    bucketed = raw.kind == "numeric"
-    encoding: Encoding = "hash" if config.hash_buckets else "raw" if config.raw_ids else "vocabulary"
-    return SparseField(
-        raw.name + BUCKET_SUFFIX if bucketed else raw.name,
-        RESERVED_ROWS,
-        kind,
-        pooling=raw.pooling or "sum",
-        encoding=encoding,
-        source=raw.name,
-        bucketed=bucketed,
-        max_length=raw.max_length,
-        shares=raw.shares,
-        along=raw.along,
-    )
-
-
 def _sized(each: SparseField, vocabularies: dict[str, Vocabulary], config: PrepareConfig) -> SparseField:
     if each.encoding == "raw":
         return replace(each, num_embeddings=0)
     ids = config.hash_buckets if each.encoding == "hash" else len(vocabularies[each.vocabulary])
     return replace(each, num_embeddings=ids + RESERVED_ROWS)
-
-
-def _training_ids(each: SparseField, parsed: Parsed, mask: pa.Array) -> pa.Array:
-    text = bucket_ids(parsed.numbers[each.source]) if each.bucketed else parsed.ids[each.source]
-    text = text.filter(mask)
-    return text if each.kind == "categorical" else text.flatten()

@@ -19,7 +19,7 @@ from .inputs import Block, Source
 from .kinds import read_fields
 from .layouts import LABEL_ADVICE, Layout
 from .reading import naming_file
-from .validity import unreadable_rows
+from .validity import unreadable_rows, without_rows
 from .values import family, mask
 
 
@@ -146,7 +146,6 @@ def _readable(block: Block, table: pa.Table) -> RawTable:
     """Returns the rows whose values are valid, which Parquet does not ensure."""
     places = np.arange(block.first_place, block.first_place + block.samples)
     with naming_file(block.source.path):
-        table, wrong = unreadable_rows(table)
+        wrong = unreadable_rows(table)
     bad = [BadRow(block.source, int(places[row]), *found) for row, found in wrong.items()]
-    good = np.setdiff1d(np.arange(len(places)), list(wrong))
-    return RawTable(table.take(pa.array(good)) if bad else table, places[good], bad)
+    return RawTable(without_rows(table, wrong) if bad else table, np.delete(places, list(wrong)), bad)

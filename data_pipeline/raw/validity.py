@@ -1,101 +1,94 @@
 """Validity of the values of Parquet and Arrow files, which Arrow does not check as it reads them."""
 
-from functools import partial
+from collections.abc import Collection, Iterator
+from itertools import pairwise
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .values import plain_array
+from .values import plain_array, without_views
+
+NOT_UTF8 = "not UTF-8; write the column as text in UTF-8"
+BYTES = (pa.binary(), pa.large_binary(), pa.binary_view())
+TEXT = (*BYTES, pa.string(), pa.large_string(), pa.string_view())
 
 
-def unreadable_rows(table: pa.Table) -> tuple[pa.Table, dict[int, tuple[str, str]]]:
-    """Returns a table, of which rows can be taken, and by row the column and what is wrong with it.
+def unreadable_rows(table: pa.Table) -> dict[int, tuple[str, str]]:
+    """Returns by row the first column with an invalid value, and what is wrong with that.
 
     Text that is not UTF-8 is, and what else Arrow does not check as it reads, such as the day of a date.
 
     Raises:
-        pyarrow.ArrowInvalid: the table is damaged, so that no row of it can be taken.
+        pyarrow.ArrowInvalid: the table is damaged, so that no row of it can be read.
     """
-    if not _problem(table):
-        return table, {}
-    require_offsets(table)
-    table = pa.table({name: _takeable(table[name]) for name in table.column_names})
+    invalid = require_offsets(table)
+    found: dict[int, tuple[str, str]] = {}
+    for name in table.column_names:
+        start = 0
+        for chunk in table[name].chunks:
+            for row, problem in _invalid(chunk, start, whole=name in invalid):
+                found.setdefault(row, (name, problem))
+            start += len(chunk)
+    return dict(sorted(found.items()))
 
-    def first(row: int) -> tuple[str, str]:
-        columns = ((name, _problem(_copy(table.select([name]), row, row + 1))) for name in table.column_names)
-        return next((name, problem) for name, problem in columns if problem)
 
-    return table, {row: first(row) for row in _unreadable(table)}
+def without_rows(table: pa.Table, rows: Collection[int]) -> pa.Table:
+    """Returns a table without some rows, as slices, since Arrow does not take rows of every type."""
+    bounds = [-1, *sorted(rows), table.num_rows]
+    return pa.concat_tables([table.slice(left + 1, right - left - 1) for left, right in pairwise(bounds)])
 
 
-def require_offsets(table: pa.Table) -> None:
-    """Raises ArrowInvalid if values begin or end outside of their data, which an Arrow file without compression may
-    have after an interrupted copy, and whose use would crash the process.
+def require_offsets(table: pa.Table) -> list[str]:
+    """Returns the columns with an invalid value; bytes are not looked at.
+
+    Raises:
+        pyarrow.ArrowInvalid: values begin or end outside of their data, which an Arrow file without compression may
+            have after an interrupted copy, and whose use would crash the process.
     """
-    for index, name in enumerate(table.column_names):
-        problem = _problem(table.select([index]))
-        if "ffset" in problem:
-            raise pa.ArrowInvalid(f"column {name}: {problem}")
+    invalid = []
+    for name in table.column_names:
+        try:
+            table[name].validate(full=True)
+        except pa.ArrowInvalid as error:
+            if "ffset" in str(error):
+                raise pa.ArrowInvalid(f"column {name}: {error}") from None
+            invalid.append(name)
+    return invalid
 
 
-def _unreadable(table: pa.Table, start: int = 0) -> list[int]:
-    """Returns the rows, counted from `start`, that have a problem."""
-    if not _problem(table):
-        return []
-    rows, half = table.num_rows, table.num_rows // 2
-    if rows == 1:
-        return [start]
-    return [*_unreadable(_copy(table, 0, half), start), *_unreadable(_copy(table, half, rows), start + half)]
-
-
-def _copy(table: pa.Table, start: int, stop: int) -> pa.Table:
-    """Returns rows of a table; of lists in a slice, the values outside it would be checked as well."""
-    return table.take(pa.array(np.arange(start, stop)))
-
-
-def _problem(table: pa.Table) -> str:
-    """Returns what is wrong with a value; empty if nothing is."""
+def _invalid(values: pa.Array, start: int, *, whole: bool) -> Iterator[tuple[int, str]]:
+    """Yields the rows of a slice that have an invalid value, counted from `start`, and what is wrong; see `_check`."""
     try:
-        table.validate(full=True)
-        for chunk in (chunk for column in table.columns for chunk in column.chunks):
-            _require_utf8(chunk)
+        _check(values, whole=whole)
     except pa.ArrowInvalid as error:
-        return "not UTF-8; write the column as text in UTF-8" if "UTF8" in str(error) else str(error)
-    return ""
+        half = len(values) // 2
+        if not half:
+            yield start, str(error)
+            return
+        yield from _invalid(values.slice(0, half), start, whole=whole)
+        yield from _invalid(values.slice(half), start + half, whole=whole)
 
 
-def _require_utf8(values: pa.Array) -> None:
-    """Raises ArrowInvalid if bytes, at any depth, are not UTF-8."""
-    if pa.types.is_dictionary(values.type):
-        return _require_utf8(values.dictionary)
-    values = plain_array(values)
-    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        _require_utf8(values.flatten())
-    for each in values.flatten() if pa.types.is_struct(values.type) else ():
-        _require_utf8(each)
-
-
-def _takeable(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Returns values of which rows can be taken, which Arrow does not do of views and runs, without those of no row."""
-    if pa.types.is_run_end_encoded(values.type):
-        values = pc.run_end_decode(values)
-    for decode in (False, True):  # Arrow does not decode dictionaries of views
-        values = values.cast(_takeable_type(values.type, decode=decode))
-    return values
-
-
-def _takeable_type(kind: pa.DataType, *, decode: bool) -> pa.DataType:
-    """Returns a type with binary for views, at any depth, and, to `decode` them, the values for dictionaries."""
-    inner = partial(_takeable_type, decode=decode)
+def _check(values: pa.Array, *, whole: bool) -> None:
+    """Raises ArrowInvalid if one of the values that a slice refers to is invalid, at any depth; unless `whole`, bytes
+    alone are checked.
+    """
+    kind = values.type
     if pa.types.is_dictionary(kind):
-        return inner(kind.value_type) if decode else pa.dictionary(kind.index_type, inner(kind.value_type))
-    if pa.types.is_map(kind):
-        return pa.map_(inner(kind.key_type), inner(kind.item_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([(each.name, inner(each.type)) for each in kind])
-    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
-        return pa.list_(inner(kind.value_type))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(inner(kind.value_type))
-    return pa.binary() if kind in (pa.string_view(), pa.binary_view()) else kind
+        _check(without_views(values.dictionary).take(values.indices.drop_null().unique()), whole=whole)
+    elif pa.types.is_run_end_encoded(kind):
+        _check(pc.run_end_decode(values), whole=whole)
+    elif pa.types.is_map(kind) or pa.types.is_fixed_size_list(kind) or isinstance(values, pa.ExtensionArray):
+        _check(plain_array(values), whole=whole)
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        _check(values.flatten(), whole=whole)
+    elif pa.types.is_struct(kind):
+        for each in values.flatten():
+            _check(each, whole=whole)
+    elif kind in BYTES or (whole and kind in TEXT):
+        try:
+            without_views(values).cast(pa.large_binary()).cast(pa.large_string())
+        except pa.ArrowInvalid:
+            raise pa.ArrowInvalid(NOT_UTF8) from None
+    elif whole:
+        values.validate(full=True)

@@ -159,7 +159,7 @@ def plain_array(values: pa.Array) -> pa.Array:
     if isinstance(values, pa.ExtensionArray):
         return plain_array(values.storage)
     if pa.types.is_dictionary(kind):
-        return plain_array(values.dictionary).take(values.indices)
+        return plain_array(without_views(values.dictionary).take(values.indices))
     if pa.types.is_run_end_encoded(kind):
         return plain_array(pc.run_end_decode(values))
     if pa.types.is_map(kind):
@@ -170,6 +170,11 @@ def plain_array(values: pa.Array) -> pa.Array:
     if pa.types.is_binary(kind) or pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         return values.cast(pa.string())
     return values.cast(pa.large_string()) if pa.types.is_large_binary(kind) else values
+
+
+def without_views(values: pa.Array) -> pa.Array:
+    """Returns an array from which values can be taken, which Arrow does not do from views."""
+    return values.cast(pa.binary()) if values.type in (pa.string_view(), pa.binary_view()) else values
 
 
 def as_floats(values: pa.Array) -> tuple[np.ndarray, np.ndarray] | None:

@@ -57,7 +57,6 @@ class Reader:
         split: "train" or "test".
         rows: the samples of the split to read, a range of their stored order; by default all.
         batch_size: G, the global batch size; each rank gets a contiguous slice.
-        first_batches: global sizes of the first batches of epoch 0, in place of `batch_size`.
         passes: parts of each global batch, of about the same size, that are yielded one after the other as batches with
             their `share`; no more than it has samples. Steps count global batches.
         rank, world_size: rank r takes samples [r * G // W, (r + 1) * G // W) of each global batch.
@@ -79,7 +78,6 @@ class Reader:
         split: str,
         *,
         batch_size: int,
-        first_batches: Sequence[int] = (),
         passes: int = 1,
         rows: range | None = None,
         rank: int = 0,
@@ -95,8 +93,6 @@ class Reader:
         for name, value, least in (("batch_size", batch_size, 1), ("passes", passes, 1), ("seed", seed, 0)):
             if value < least:
                 raise UserError(f"{name} must be at least {least}, got {value}")
-        if any(size < 1 for size in first_batches):
-            raise UserError(f"first_batches must be sizes of at least 1, got {list(first_batches)}")
         if not 0 <= rank < world_size:
             raise UserError(f"rank must be in [0, world_size), got rank {rank} of {world_size}")
         if window_rows < 1:
@@ -114,13 +110,8 @@ class Reader:
         self._data_dir = Path(data_dir)
         self._rank, self._world_size = rank, world_size
         self._shuffle, self._seed, self._window_rows, self._passes = shuffle, seed, window_rows, passes
-        if sum(first_batches) > self.num_rows:
-            raise UserError(
-                f"first_batches take {sum(first_batches):,} samples, but the rows are {self.num_rows:,}; pass fewer"
-            )
         self._global_batches = GlobalBatches(self.num_rows, batch_size, drop_last=drop_last)
-        self._first_epoch = GlobalBatches(self.num_rows, batch_size, first_batches, drop_last=drop_last)
-        self._in_passes = [each.in_passes(passes) for each in (self._first_epoch, self._global_batches)]
+        self._yielded = self._global_batches.in_passes(passes)
         self._keyed_order = self.device.type == "cuda"
         self._resident_block: SampleBlock | None = None
         if resident:
@@ -170,28 +161,21 @@ class Reader:
         return other
 
     def positions(self, step: int) -> slice:
-        """Positions in an epoch of this rank's samples of global batch `step`; without shuffling, in the split.
-
-        Not in epoch 0 with `first_batches`.
-        """
+        """Positions in an epoch of this rank's samples of global batch `step`; without shuffling, in the split."""
         start, stop, _ = self._global_batches.of_rank(step, self._rank, self._world_size)
         return slice(start, stop)
 
     def __len__(self) -> int:
-        """Steps of an epoch, the same on every rank; for epoch 0 with `first_batches` see `steps`."""
+        """Steps of an epoch, the same on every rank."""
         return len(self._global_batches)
 
-    def steps(self, epoch: int) -> int:
-        """Steps of this epoch, the same on every rank."""
-        return len(self._of_epoch(epoch))
-
-    def passes(self, epoch: int, step: int) -> int:
+    def passes(self, step: int) -> int:
         """Batches that global batch `step` of an epoch is yielded in, the same on every rank."""
-        return self._of_epoch(epoch).passes(step, self._passes)
+        return self._global_batches.passes(step, self._passes)
 
-    def samples_before(self, epoch: int, step: int) -> int:
+    def samples_before(self, step: int) -> int:
         """Samples, over all ranks, of the first `step` global batches of an epoch."""
-        return self._of_epoch(epoch).start(step)
+        return self._global_batches.start(step)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator["Batch"]:
         """Yields the batches of an epoch from `start_step` on, without reading earlier windows.
@@ -206,27 +190,20 @@ class Reader:
         """
         if epoch < 0:
             raise UserError(f"epoch must be at least 0, got {epoch}")
-        if not 0 <= start_step <= self.steps(epoch):
-            raise UserError(f"start_step must be in [0, {self.steps(epoch)}], got {start_step}")
+        if not 0 <= start_step <= len(self):
+            raise UserError(f"start_step must be in [0, {len(self)}], got {start_step}")
         on_gpu, loaded = self.device.type == "cuda", partial(self._loaded, epoch, start_step)
-        batches = partial(self._batches, self._yielded(epoch), step=self._first(epoch, start_step))
+        batches = partial(self._batches, step=self._first(start_step))
         if self._resident_block is None:
             streamed = prefetched(lambda: batches(prefetched(loaded, capacity=1), pin=on_gpu))
             return _copied_to_gpu(streamed, self.device) if on_gpu else streamed
         return batches(loaded()) if on_gpu else prefetched(lambda: batches(loaded()))
 
-    def _of_epoch(self, epoch: int) -> GlobalBatches:
-        return self._global_batches if epoch else self._first_epoch
-
-    def _yielded(self, epoch: int) -> GlobalBatches:
-        """Returns what an epoch yields: its global batches, or their passes."""
-        return self._in_passes[min(epoch, 1)]
-
-    def _first(self, epoch: int, start_step: int) -> int:
+    def _first(self, start_step: int) -> int:
         """Returns the number of batches that an epoch yields before a step."""
-        return start_step if self._passes == 1 else sum(self.passes(epoch, step) for step in range(start_step))
+        return start_step if self._passes == 1 else sum(map(self.passes, range(start_step)))
 
-    def _batches(self, of_epoch: GlobalBatches, windows: Windows, step: int, pin: bool = False) -> Batches:
+    def _batches(self, windows: Windows, step: int, pin: bool = False) -> Batches:
         """Makes batches of this rank's slices; concatenates the parts of a slice that spans several windows."""
         parts: list[SampleBlock] = []
         with closing(windows):
@@ -234,23 +211,23 @@ class Reader:
                 for part in block.take_each(order, slices):
                     if len(part) or not parts:
                         parts.append(part)
-                    _, stop, size = of_epoch.of_rank(step, self._rank, self._world_size)
+                    _, stop, size = self._yielded.of_rank(step, self._rank, self._world_size)
                     if stop > window.stop:
                         break
                     batch = SampleBlock.concat(parts).batch(self.schema, size)
-                    batch.share = of_epoch.share(step)
+                    batch.share = self._yielded.share(step)
                     yield batch.pin_memory() if pin else batch
                     parts = []
                     step += 1
 
     def _loaded(self, epoch: int, start_step: int) -> Windows:
         """Yields the windows of an epoch from a step on; loads their shards unless the split is resident."""
-        of_epoch, starts = self._of_epoch(epoch), self._starts(range(len(self._parts)))
-        first, end = of_epoch.start(start_step), of_epoch.start(len(of_epoch))
+        starts = self._starts(range(len(self._parts)))
+        first, end = self.samples_before(start_step), self.samples_before(len(self))
         windows = epoch_windows(self._sizes, self._window_rows, shuffle=self._shuffle, seed=self._seed, epoch=epoch)
         windows = [each for each in windows if each.stop > first and each.start < end]
-        step, of_rank = self._first(epoch, start_step), (self._rank, self._world_size)
-        for window, slices in self._yielded(epoch).turns(windows, step, *of_rank):
+        step, of_rank = self._first(start_step), (self._rank, self._world_size)
+        for window, slices in self._yielded.turns(windows, step, *of_rank):
             if self._resident_block is None:
                 block, own = self._load(window.shards), self._starts(window.shards)
             else:

@@ -159,12 +159,12 @@ class Trainer:
 
     def train_epoch(self) -> None:
         """Trains to the end of the epoch. Only steps after which metrics are written wait for the device."""
-        epochs, steps = self.epochs, self.reader.steps(self.epochs.epoch)
+        epochs, steps = self.epochs, len(self.reader)
         batches, accumulates = self.batches(), self.config.train.accumulation > 1
         self.state.pipeline.reset()
         self.speed.start(self._samples_done())
         while epochs.step < steps:
-            passes = self.reader.passes(epochs.epoch, epochs.step) if accumulates else 1
+            passes = self.reader.passes(epochs.step) if accumulates else 1
             step = self.run.step(batches, passes)
             epochs.step += 1
             stopping, saving = self.stop.agreed(), self._saves_now(steps)
@@ -186,7 +186,7 @@ class Trainer:
 
     def _samples_done(self) -> int:
         """Samples of the epoch that have been trained on."""
-        return self.reader.samples_before(self.epochs.epoch, self.epochs.step)
+        return self.reader.samples_before(self.epochs.step)
 
     def _logs_now(self, steps: int) -> bool:
         taken = self.run.steps
@@ -220,7 +220,7 @@ class Trainer:
         try:
             values, text = self.measure(measured)
         except Stopped:
-            epochs.reopen(self.reader.steps(epochs.epoch - 1))
+            epochs.reopen(len(self.reader))
             self.save()
             raise
         self.log.write("eval", steps, epoch=epochs.epoch - 1, **values)

@@ -143,7 +143,7 @@ def train_cowrec(
         state = TrainState(RunPlan.of(config, read.train.schema, process, schedule=schedule))
         for epoch in range(epochs):
             batches = map(state.ids.training, read.train.epoch(epoch))
-            for _ in range(read.train.steps(epoch)):
+            for _ in range(len(read.train)):
                 state.step(batches)
             for name in found:
                 samples = predicted_samples(state, getattr(read, name))

@@ -13,7 +13,7 @@ from scipy.stats import norm, rankdata
 import cowrec.data_pipeline.encoding.vocabulary as strings_module
 from cowrec.data_pipeline import PrepareConfig, SampleCodec, Schema
 from cowrec.data_pipeline.encoding.numbers import MOST_VALUES, NumberStatistics, Transforms, ValueCounts, fitted
-from cowrec.data_pipeline.encoding.vocabulary import StringTable, string_order
+from cowrec.data_pipeline.encoding.vocabulary import StringTable, VocabularyCounter, counted_values
 from cowrec.data_pipeline.hashing import string_buffers
 from raw_cases import prepare_text, read_split
 from refusal import refused
@@ -221,15 +221,14 @@ def test_strings_with_equal_hashes_stay_distinct(monkeypatch):
 
 
 @settings(deadline=None)
-@given(st.dictionaries(strings, st.integers(-3, 3), max_size=60), wide)
-def test_strings_are_sorted_by_key_and_bytes(numbers, wide):
-    order = string_order(array(list(numbers), wide), np.array(list(numbers.values()), np.int64))
-    expected = sorted(numbers, key=lambda value: (numbers[value], value.encode()))
-    assert [list(numbers)[index] for index in order] == expected
-
-
-@pytest.mark.parametrize("size", [0, 1, 5000])
-def test_long_strings_among_short_ones_are_sorted(size):
-    values = [f"{n:05d}" for n in range(size)] + ["x" * 100_000 + "b", "x" * 100_000 + "a"]
-    order = string_order(array(values, False), np.zeros(len(values), np.int64))
-    assert order.tolist() == [*range(size), size + 1, size]
+@given(st.dictionaries(strings.filter(bool), st.integers(1, 4), max_size=60), st.integers(1, 3), st.integers(0, 9))
+def test_a_vocabulary_is_sorted_by_count_and_bytes(counts, min_count, max_ids):
+    counter = VocabularyCounter()
+    for part in range(4):
+        values = [value for value, count in counts.items() if count > part]
+        counter.add(counted_values(array(values, False)))
+    vocabulary = counter.finish(min_count, max_ids)
+    kept = [value for value in counts if counts[value] >= min_count]
+    expected = sorted(kept, key=lambda value: (-counts[value], value.encode()))[: max_ids or None]
+    assert vocabulary.rows(array(expected, True)).tolist() == [2 + index for index in range(len(expected))]
+    assert vocabulary.counts.tolist() == [counts[value] for value in expected]

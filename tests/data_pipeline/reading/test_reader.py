@@ -26,11 +26,11 @@ def numbered(tmp_path_factory):
     return write_numbered(tmp_path_factory.mktemp("numbered") / "data", 103, 20)
 
 
-def sizes_by_loop(left, epoch, *, batch_size, first_batches=(), drop_last=False, **_):
-    sizes, planned = [], list(first_batches) if epoch == 0 else []
+def sizes_by_loop(left, *, batch_size, drop_last=False, **_):
+    sizes = []
     while left:
-        size = planned.pop(0) if planned else min(batch_size, left)
-        if drop_last and size < batch_size and len(sizes) >= len(first_batches) * (epoch == 0):
+        size = min(batch_size, left)
+        if drop_last and size < batch_size:
             break
         sizes.append(size)
         left -= size
@@ -90,13 +90,12 @@ def test_an_epoch_is_one_permutation_of_its_rows_for_any_ranks_and_from_any_step
     total = sum(sizes)
     folder = write_numbered(tmp_path_factory.mktemp("uneven") / "data", total, 1, sizes=sizes, lists=lists)
     rows = range(*sorted(data.draw(st.tuples(st.integers(0, total), st.integers(0, total)))))
-    first = data.draw(st.lists(st.integers(1, max(1, len(rows) // 4)), max_size=min(4, len(rows))))
-    options |= {"first_batches": first, "rows": rows}
+    options |= {"rows": rows}
     reader = make_reader(folder, **options)
     expected, served = ids(reader, epoch), flat(ids(reader, epoch))
-    assert [len(batch) for batch in expected] == sizes_by_loop(len(rows), epoch, **options)
-    assert (reader.num_rows, reader.steps(epoch)) == (len(rows), len(expected))
-    counts_before = [reader.samples_before(epoch, step) for step in range(len(expected) + 1)]
+    assert [len(batch) for batch in expected] == sizes_by_loop(len(rows), **options)
+    assert (reader.num_rows, len(reader)) == (len(rows), len(expected))
+    counts_before = [reader.samples_before(step) for step in range(len(expected) + 1)]
     assert counts_before == [len(flat(expected[:step])) for step in range(len(expected) + 1)]
     if not options["shuffle"]:
         assert served == list(rows)[: len(served)]
@@ -194,8 +193,6 @@ def test_a_data_set_that_is_replaced_while_it_is_read_is_refused(tmp_path, lists
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"batch_size": 1, "first_batches": [4, 0]}, r"first_batches must be sizes of at least 1, got \[4, 0\]"),
-        ({"batch_size": 1, "first_batches": [100, 4]}, "first_batches take 104 samples, but the rows are 103"),
         ({"batch_size": 1, "rank": 2, "world_size": 2}, "rank must be in"),
         ({"batch_size": 1, "seed": -1}, "seed must be"),
         ({"batch_size": 1, "window_rows": 0}, "window_rows must be"),
@@ -332,7 +329,7 @@ def test_batches_of_a_resident_split_read_nothing_from_the_device(tmp_path, monk
 
     monkeypatch.setattr(SampleBlock, "_totals", counted)
     with ReadsOfTheDevice() as reads:
-        batches = list(reader._batches(reader._of_epoch(0), reader._loaded(0, 0), 0))
+        batches = list(reader._batches(reader._loaded(0, 0), 0))
     assert len(batches) == len(reader)
     assert reads.count == 0
     assert len(read) == (windows if lists else 0)

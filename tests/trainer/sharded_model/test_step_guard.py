@@ -44,7 +44,7 @@ def set_aside(folder: Path, run_dir: Path, settings: Sequence[str], on_nonfinite
         plan = RunPlan.of(with_defaults(config, TRAIN_ROWS), Schema.load(folder / data).of_batches(), process)
         trainer, reader = ActiveRun(plan, RunPlace(run_dir, resume=False), on_nonfinite), training_readers(plan).train
         batches = map(trainer.state.ids.training, reader.epoch(0))
-        steps = [trainer.step(batches, reader.passes(0, number)) for number in range(reader.steps(0))]
+        steps = [trainer.step(batches, reader.passes(number)) for number in range(len(reader))]
         trainer.save()
         trainer.checkpoints.finish()
     return [step.set_aside for step in steps if step.set_aside]

@@ -25,7 +25,7 @@ def test_parts_join_to_the_batches(folder: Path, world_size: int, start_step: in
     assert len(parts[0]) == len(whole)
     iterators = [each.epoch(0, start_step) for each in parts]
     for step, batch in enumerate(whole.epoch(0, start_step), start_step):
-        taken = [[next(each) for each in iterators] for _ in range(parts[0].passes(0, step))]
+        taken = [[next(each) for each in iterators] for _ in range(parts[0].passes(step))]
         assert torch.equal(torch.cat([each.dense for of_ranks in taken for each in of_ranks]), batch.dense)
         sizes = [of_ranks[0].global_batch_size for of_ranks in taken]
         assert len(taken) == min(4, batch.global_batch_size)
