@@ -122,14 +122,20 @@ def launch(variant: Variant) -> None:
     relu_backward_on_device(variant.tensor(variant.batch), output, variant.tensor(variant.width, 1))
 
 
-# All variants on Hopper; those on the others that differ most from each other, of which --thorough compiles more.
+# Those that differ most from each other; --thorough compiles all variants on Hopper, and these on the others.
 WEIGHTED = "width 16, weighted int64 ids"
-COMPILED = [*((90, variant) for variant in VARIANTS), (80, "width 600"), (100, WEIGHTED)]
-MORE = [(80, "odd batch"), (80, WEIGHTED), (100, "odd batch"), (100, "width 600")]
-THOROUGH = [pytest.param(*each, marks=pytest.mark.thorough) for each in MORE]
+FIRST = ("odd batch", WEIGHTED, "width 600")
+LATER = [variant for variant in VARIANTS if variant not in FIRST]
+THOROUGH = [(90, variant) for variant in LATER] + [(other, variant) for other in (80, 100) for variant in FIRST]
 
 
-@pytest.mark.parametrize(("architecture", "variant"), [*COMPILED, *THOROUGH])
+def thoroughly(*case: object) -> object:
+    return pytest.param(*case, marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "variant"), [*((90, variant) for variant in FIRST), *(thoroughly(*each) for each in THOROUGH)]
+)
 def test_float32_is_rounded_as_on_the_cpu(architecture: int, variant: str) -> None:
     """No product is fused with a sum, roots and divisions are rounded correctly, and nothing is flushed to zero."""
     for each in kernels(architecture, variant):
@@ -147,7 +153,7 @@ def test_no_kernel_is_left_out() -> None:
     assert {each.name for each in kernels(90, "odd batch")} == launched
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*FIRST, *map(thoroughly, LATER)])
 def test_registers_hold_what_a_thread_needs(variant: str, tmp_path: Path) -> None:
     """Memory of a thread would be that of the device. ptxas saves up to four words rather than start fewer programs.
 

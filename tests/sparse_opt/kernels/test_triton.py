@@ -47,6 +47,7 @@ CASES = {
     "decay": AdamConfig(lr=1e-2, weight_decay=1.0),
     "decay and L2": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-6, weight_decay=0.5),
 }
+FIRST = ("paper", "decay and L2")
 LR_FACTORS = {case: 0.0 if "factor 0" in case else 0.7 for case in CASES}
 ROWS, DIM = 45, 12
 R, ZETA = 0.5, 1e-4
@@ -68,13 +69,14 @@ TRAININGS = [
 ]
 
 
-def test_interpreted() -> None:
+@pytest.mark.parametrize("cases", ["|".join(FIRST), pytest.param("|".join(CASES), marks=pytest.mark.thorough)])
+def test_interpreted(cases: str) -> None:
     """Runs in a subprocess, because Triton reads TRITON_INTERPRET when it is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = [sys.executable, __file__]
+    script = [sys.executable, __file__, cases]
     done = subprocess.run(script, env=environment, check=False, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + len(TRAININGS) + 4)
+    assert done.stdout.split() == ["equal"] * (2 * len(cases.split("|")) + len(TRAININGS) + 4)
 
 
 @pytest.mark.gpu
@@ -328,7 +330,7 @@ if __name__ == "__main__":
         for each in TRAININGS:
             compare_training(each)
             print("equal")
-    for case in CASES:
+    for case in sys.argv[1].split("|"):
         for with_clip in (False, True):
             compare_replay(case, with_clip, torch.device("cpu"), steps=70)
             print("equal")
