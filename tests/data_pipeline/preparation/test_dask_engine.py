@@ -79,6 +79,7 @@ def test_errors_progress_and_relative_paths_are_those_of_a_local_run(cluster, tm
     assert sorted(os.listdir(tmp_path)) == ["by command", "out", "raw"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", [0.3, 0.9])
 def test_a_killed_worker_changes_nothing(cluster, tmp_path, share):
     """Other workers redo its tasks, including those whose results it held; after the survey, and in the last pass."""

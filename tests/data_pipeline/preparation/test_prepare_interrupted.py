@@ -39,6 +39,7 @@ def preparing(_: int, raw: Path, out: Path, share: float, number: int) -> None:
     prepare("criteo", [raw], out, CONFIG, progress=progress)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_a_killed_prepare_starts_again_with_a_warning(raw, tmp_path, caplog, share):
     """Covers a kill by signal 9 in the first pass, and one after all is written but before the rename."""
@@ -59,6 +60,7 @@ def test_a_killed_prepare_starts_again_with_a_warning(raw, tmp_path, caplog, sha
     assert sorted(path.name for path in tmp_path.iterdir()) == ["never killed", "out", "raw"]
 
 
+@pytest.mark.thorough
 def test_a_running_prepare_is_not_disturbed(raw, tmp_path):
     """The other process pauses in the middle of its work until the test lets it continue."""
     out = tmp_path / "out"

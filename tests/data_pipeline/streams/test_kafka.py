@@ -82,6 +82,7 @@ def test_chunks_are_bounded_in_bytes(broker, monkeypatch):
     source.close()
 
 
+@pytest.mark.thorough
 def test_a_broker_that_ends_and_comes_back_loses_nothing(broker, codec, tmp_path, caplog):
     """It is ended, and then frozen; the stream waits, and warns a few times rather than with each attempt."""
     caplog.set_level(logging.INFO)
