@@ -24,27 +24,25 @@ new samples. Without a journal no sample is lost or repeated either, but samples
 """
 
 import dataclasses
-import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from cowrec.errors import UserError
 
-from ..codec import BadSample, Encoded, SampleCodec, sample_block
+from ..codec import SampleCodec, sample_block
 from ..dataset.sample_block import SampleBlock
 from ..dataset.schema import Schema
 from ..encoding.numbers import count_bounded
-from ..hashing import string_hashes
+from .chunks import ChunkEncoder, id_hashes
 from .position import Entry, Journal, Position
-from .reorder import RecentIds, follow
+from .reorder import Followed, RecentIds, follow
 from .source import Chunk, SampleSource
 
 if TYPE_CHECKING:
@@ -54,19 +52,6 @@ if TYPE_CHECKING:
 CHUNK_SAMPLES = 1 << 13
 """Maximum samples per poll."""
 POLL_SECONDS = 1.0
-TIME_LIMITS = 0, 1 << 32
-"""First valid time of a sample, Unix seconds, and the first one after it that is not: those of id tables."""
-MOST_HALVED = 1000
-"""Parts of a chunk that are tried again in halves."""
-MAX_LOGGED, LOG_SECONDS = 5, 60.0
-"""Malformed samples logged in so many seconds; all are counted."""
-
-_OF_SAMPLES = (pa.ArrowInvalid, pa.ArrowCapacityError, UnicodeError, OverflowError, RecursionError)
-_OF_COLUMNS = (ValueError, LookupError, pa.ArrowNotImplementedError, pa.ArrowTypeError)
-"""What encoding raises for some samples of a chunk, and what for all of them, whatever a producer has sent: neither may
-end the stream, which would meet it again at each resume. A lack of memory is neither."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,14 +128,13 @@ class SampleStream:
             raise UserError("lateness_seconds, duplicates_window, max_wait_seconds, ahead_seconds must be at least 0")
         if late not in ("drop", "train"):
             raise UserError(f"late must be drop or train, got {late!r}")
-        self._source, self._codec, self._ahead = source, codec, ahead_seconds
-        self._logged, self._since, self._absent = 0, time.monotonic(), set[str]()
+        self._source, self._schema, self._encoder = source, codec.schema, ChunkEncoder(codec, ahead_seconds)
         self._batch_size, self._fewest, self._lateness, self._late = batch_size, fewest, lateness_seconds, late
         self._max_wait, self._max_waiting = max_wait_seconds, most_waiting
         self.position = position or Position()
         if self.ended:  # the source may have new samples since
             self.position = dataclasses.replace(self.position, ended=False)
-        waiting, expected = self.position.waiting, self._no_samples().table.schema
+        waiting, expected = self.position.waiting, self._encoder.no_samples().table.schema
         if len(waiting) and not waiting.table.schema.equals(expected):
             raise UserError("the position is of a stream with other fields; start without it")
         self._recent = RecentIds(duplicates_window, np.concatenate(self.position.recent)) if duplicates_window else None
@@ -229,7 +213,7 @@ class SampleStream:
             due=max(0, state.due - count),
             counters=state.counted(handed_out=count, batches=1, forced=forced),
         )
-        return StreamBatch(table, self._codec.schema, self.position)
+        return StreamBatch(table, self._schema, self.position)
 
     def _advance(self, deadline: float) -> bool:
         """Applies the next entry of the journal or, after its end, the next event; False if none comes in time."""
@@ -287,22 +271,12 @@ class SampleStream:
         if chunk is None:
             counters = state.counted(flushes=int(entry.kind == "flush"))
             return dataclasses.replace(state, entry=state.entry + 1, due=len(state.waiting), counters=counters)
-        encoded = self._encode(chunk, entry.now)
+        encoded = self._encoder.encode(chunk, entry.now)
         table, times = encoded.table, encoded.time
-        repeated = self._recent.seen(_id_hashes(encoded)) if self._recent else np.zeros(len(times), bool)
+        repeated = self._recent.seen(id_hashes(encoded)) if self._recent else np.zeros(len(times), bool)
         if repeated.any():
             table, times = table.filter(pa.array(~repeated)), times[~repeated]
-        others = {name: newest for name, newest in state.newest.items() if name != chunk.partition}
-        # A partition that has given samples without a time is not waited for.
-        behind = [name for name in chunk.behind if name not in state.newest or state.newest[name] is not None]
-        followed = follow(
-            times,
-            state.present,
-            state.newest.get(chunk.partition),
-            behind=[others.get(name) for name in behind if name != chunk.partition],
-            others=list(others.values()),
-            has_backlog=bool(behind),
-        )
+        followed = self._followed(chunk, times)
         late = times < followed.present - self._lateness
         if late.any() and self._late == "drop":
             table, times = table.filter(pa.array(~late)), times[~late]
@@ -324,83 +298,17 @@ class SampleStream:
             ),
         )
 
-    def _encode(self, chunk: Chunk, now: int) -> Encoded:
-        """Encodes the good samples of a chunk that arrived at `now`, Unix seconds; logs the first malformed ones."""
-        encoded = self._encode_parts(chunk.samples)
-        wrong = (encoded.time < TIME_LIMITS[0]) | (encoded.time >= TIME_LIMITS[1])
-        encoded = encoded.without(wrong, "its time must be in [0, 2^32) Unix seconds, the years 1970 to 2106")
-        if self._ahead:
-            reason = f"its time is over {self._ahead} s in the future"
-            encoded = encoded.without(encoded.time > now + self._ahead, reason)
-        if time.monotonic() - self._since > LOG_SECONDS:
-            self._logged, self._since = 0, time.monotonic()
-        partition = f" of partition {chunk.partition}" if chunk.partition else ""
-        for each in encoded.bad[: max(0, MAX_LOGGED - self._logged)]:
-            self._logged += 1
-            place = f"sample {each.index} after {_shown(chunk.start)}{partition}"
-            logger.warning("%s is dropped: %s", place, each.reason)
-        return encoded
-
-    def _encode_parts(self, samples: Sequence[bytes] | pa.Table) -> Encoded:
-        """Encodes samples, in halves if that fails, so that one that cannot be encoded loses no others.
-
-        Which ones are malformed depends on the samples alone. After `MOST_HALVED` failures, further parts are malformed
-        as a whole.
-        """
-        parts, starts, left, halved = list[Encoded](), list[int](), [(0, len(samples))], 0
-        while left:
-            begin, end = left.pop()
-            try:
-                part = self._encode_all(samples[begin:end])
-            except _OF_SAMPLES as error:
-                if end - begin > 1 and halved < MOST_HALVED:
-                    halved, middle = halved + 1, (begin + end) // 2
-                    left += [(middle, end), (begin, middle)]
-                    continue
-                part = self._malformed(end - begin, error)
-            except _OF_COLUMNS as error:
-                part = self._malformed(end - begin, error)
-            parts.append(part)
-            starts.append(begin)
-        return _joined(parts, starts)
-
-    def _encode_all(self, samples: Sequence[bytes] | pa.Table) -> Encoded:
-        if isinstance(samples, pa.Table):
-            return self._codec.encode(self._codec.from_table(samples))
-        given, absent = self._codec.with_absent_columns(self._codec.from_json(samples))
-        for name in sorted({*absent} - self._absent if len(given.table) else ()):
-            self._absent.add(name)
-            logger.warning("no sample of a chunk has the column %r, whose values count as missing", name)
-        return self._codec.encode(given)
-
-    def _malformed(self, count: int, error: Exception) -> Encoded:
-        """Returns so many samples, all malformed."""
-        bad = tuple(BadSample(index, str(error)) for index in range(count))
-        return dataclasses.replace(self._no_samples(), bad=bad)
-
-    def _no_samples(self) -> Encoded:
-        return self._codec.encode(self._codec.from_objects([]))
-
-
-def _joined(parts: Sequence[Encoded], starts: Sequence[int]) -> Encoded:
-    """Joins parts of the samples of a chunk; `starts` are the indices of their first samples."""
-    if len(parts) == 1:
-        return parts[0]
-    pairs = [*zip(parts, starts, strict=True)]
-    table = pa.concat_tables([part.table for part in parts]).combine_chunks()
-    index = np.concatenate([part.index + start for part, start in pairs])
-    bad = tuple(BadSample(each.index + start, each.reason) for part, start in pairs for each in part.bad)
-    return Encoded(parts[0].schema, table, parts[0].timed, index, bad)
-
-
-def _shown(start: Any) -> str:
-    """A place in a source, in words."""
-    return ", ".join(f"{key} {value}" for key, value in start.items()) if isinstance(start, dict) else str(start)
-
-
-def _id_hashes(encoded: Encoded) -> np.ndarray:
-    """Returns the hash of each sample id, uint64 [R]; 0 for a sample without an id."""
-    ids = encoded.sample_ids.combine_chunks()
-    ids = pa.concat_arrays(ids.chunks) if isinstance(ids, pa.ChunkedArray) else ids
-    hashes = np.maximum(string_hashes(ids), np.uint64(1))
-    return np.where(pc.equal(ids, "").to_numpy(zero_copy_only=False), np.uint64(0), hashes)
+    def _followed(self, chunk: Chunk, times: np.ndarray) -> Followed:
+        """Moves the present over a chunk's samples; it waits for the partitions that are behind."""
+        newest = self.position.newest
+        others = {name: time for name, time in newest.items() if name != chunk.partition}
+        # A partition that has given samples without a time is not waited for.
+        behind = [name for name in chunk.behind if name not in newest or newest[name] is not None]
+        return follow(
+            times,
+            self.position.present,
+            newest.get(chunk.partition),
+            behind=[others.get(name) for name in behind if name != chunk.partition],
+            others=list(others.values()),
+            has_backlog=bool(behind),
+        )

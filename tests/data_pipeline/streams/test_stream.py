@@ -308,7 +308,7 @@ def test_samples_that_cannot_be_encoded_are_looked_for_in_a_bounded_number_of_pa
     pq.write_table(as_table(numbered(10)), tmp_path / "in" / "0.parquet")
     (tmp_path / "in" / "_END").touch()
     for most, lost in ((4, {3}), (3, {3, 4}), (0, set(range(10)))):
-        monkeypatch.setattr("cowrec.data_pipeline.streams.stream.MOST_HALVED", most)
+        monkeypatch.setattr("cowrec.data_pipeline.streams.chunks.MOST_HALVED", most)
         whole = opened(journal=None)
         assert all_numbers(whole) == [number for number in range(10) if number not in lost]
         assert whole.counters["malformed"] == len(lost)
