@@ -12,7 +12,7 @@ from cowrec.trainer.bench.measurement import Case, make_schema
 from cowrec.trainer.bench.settings import criteo_config
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
-from cowrec.trainer.runs.remote_run import RunPlace
+from cowrec.trainer.runs.run_place import RunPlace
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.training.state import TrainState

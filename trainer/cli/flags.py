@@ -89,7 +89,7 @@ LogForm = Annotated[
 def load_run(config: Path, overrides: list[str] | None, data: str | None) -> tuple[Any, Path]:
     """Loads a run's configuration; also returns its data set. Raises ValueError if one is missing or wrong."""
     from ..config.run import load_config
-    from ..runs.remote_run import local_data
+    from ..runs.local_copy import local_data
 
     loaded = load_config(config, overrides or ())
     if data is None and not loaded.data.dir:

@@ -141,7 +141,7 @@ def serve(
 
     Example: `curl localhost:8000/predict --data '{"I1": 3, "C1": "68fd1e64", ...}'`
     """
-    from ..runs.remote_run import local_copy
+    from ..runs.local_copy import local_copy
 
     try:
         from ..serving.server import serve as run

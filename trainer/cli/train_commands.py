@@ -138,7 +138,7 @@ def plot(
     from cowrec.files import require_target
 
     from ..reports.run_curves import FORMATS, RunCurves, curves_table, plot_runs, read_baselines
-    from ..runs.remote_run import local_copy
+    from ..runs.local_copy import local_copy
     from ..runs.run_dir import METRICS
 
     if output.suffix.lstrip(".") not in FORMATS:

@@ -25,8 +25,9 @@ from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.models.own_code import is_import_path
 from cowrec.sparse_opt import IdTables
 
+from ..runs.checkpoint_files import checksums
+from ..runs.local_copy import local_copy, written_folder
 from ..runs.own_code import own_code
-from ..runs.remote_run import checksums, local_copy, written_folder
 from ..runs.run_dir import VOCABULARY
 from ..runtime.environment import launched_world_size
 from ..runtime.processes import process_group

@@ -27,8 +27,8 @@ from cowrec.errors import UserError
 from cowrec.files import write_file
 from cowrec.models import ModelConfig
 
+from ..runs.checkpoint_files import damage
 from ..runs.own_code import OwnCode
-from ..runs.remote_run import damage
 
 FORMAT = 1
 Precision = Literal["float32", "float16", "int8"]

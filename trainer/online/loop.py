@@ -39,8 +39,8 @@ from ..config.id_table import seconds
 from ..config.run import RunConfig, checked_config, load_config, with_defaults, with_values
 from ..runs.checkpoint import checkpoint_name, list_checkpoints
 from ..runs.metrics_log import MetricsLog
-from ..runs.remote_run import RunPlace
 from ..runs.run_dir import CONFIG, JOURNAL, REPORT, write_json
+from ..runs.run_place import RunPlace
 from ..runtime.processes import Peers, Process, from_first, on_first, process_group
 from ..runtime.stopping import StopRequest, stop_requests
 from ..sharded_model.build import has_batch_norm
@@ -49,7 +49,7 @@ from ..sharded_model.run_plan import RunPlan, Schedule
 from ..training.active_run import ActiveRun, require_run_dir
 from ..training.dataloading import even_slice
 from ..training.report import settings_summary, shared_report
-from ..training.saved_run import warm_start
+from ..training.warm_start import warm_start
 from .measurements import WINDOW_FILE, Measurements, metrics_endpoint
 from .publication import Due, OnlinePublication
 

@@ -1,20 +1,15 @@
-"""Checkpoints of a run: its complete state, written while training continues, verified, and read in place.
+"""Checkpoints of a run: its complete state, written while training continues, found again, and chosen.
 
 step_000001000/  checkpoint.json (the manifest)  .metadata  __0_0.distcp (a shard, of rank 0) ...
 step_000002000.partial/  (unfinished)
-
-They are read without running code, even if the file is from an untrusted source: torch.distributed.checkpoint describes
-the tensors in a pickle, which is read by an unpickler that accepts only the classes of such descriptions.
 """
 
-import hashlib
 import json
 import logging
-import pickle
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from itertools import zip_longest
@@ -28,12 +23,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.futures import Future as TorchFuture
 
 from cowrec.data_pipeline.parallel import available_cores
 from cowrec.errors import UserError
@@ -41,10 +33,24 @@ from cowrec.files import sync_folder, write_file
 
 from ..config.sections import CheckpointConfig
 from ..runtime.processes import Process, from_first, on_first
-from .remote_run import MANIFEST, Files, RunPlace, checksums, damage, rank_of
+from .checkpoint_files import (
+    FORMAT,
+    MANIFEST,
+    Damaged,
+    Fetch,
+    Files,
+    TensorReader,
+    all_present,
+    cause_of,
+    checksums,
+    damage,
+    load_manifest,
+    manifest_checksum,
+    rank_of,
+)
 from .run_dir import CHECKPOINTS
+from .run_place import RunPlace
 
-FORMAT = 1
 _PREFIX, _PARTIAL, _REPLACED = "step_", ".partial", "replaced.partial"
 _LONGEST_SKEW = timedelta(minutes=30)
 """Longest wait of a process that has written its part for those that have not."""
@@ -60,13 +66,7 @@ WriteFiles = Callable[[Path], None]
 """Writes further files into the folder of a checkpoint."""
 State = dict[str, Any]
 """Nested dictionaries of Tensors and ShardedTensors."""
-Fetch = Callable[[Path, Collection[str]], None]
-"""Makes files of a checkpoint present in its folder, if there are such files."""
 logger = logging.getLogger(__name__)
-
-
-class Damaged(UserError):
-    """Error for a checkpoint that cannot be used; the message names it and the reason."""
 
 
 @dataclass(frozen=True)
@@ -254,14 +254,14 @@ class Checkpoints:
             raise
         except _NotUploaded as error:
             self.latest = error.path
-            why = f"could not be uploaded ({_cause(error.__cause__ or error)})"
+            why = f"could not be uploaded ({cause_of(error.__cause__ or error)})"
             self._failure = f"the checkpoint of step {step} is complete in {self.latest}, but {why}"
             self._remedy = "when the object store answers, train with --resume on this machine"
             logger.warning(f"warning: {self._failure}")
         except (CheckpointException, Exception) as error:
             self._remedy = "free disk space or repair the folder, then train with --resume"
             last = f"the last good checkpoint is {self.latest}" if self.latest else "there is no earlier one"
-            self._failure = f"the checkpoint of step {step} could not be written ({_cause(error)}); {last}"
+            self._failure = f"the checkpoint of step {step} could not be written ({cause_of(error)}); {last}"
             if self._process.is_first:
                 logger.warning(f"warning: {self._failure}")
 
@@ -326,11 +326,11 @@ def _seal(partial: Path, progress: Progress, about: dict[str, Any], keep: Checkp
         OSError: the disk is full or cannot be written; earlier checkpoints are not affected.
     """
     files = {**checksums(partial, partial.iterdir()), **elsewhere}
-    written = {each.relative_path for each in _TensorReader(partial).read_metadata().storage_data.values()}
+    written = {each.relative_path for each in TensorReader(partial).read_metadata().storage_data.values()}
     if lacking := sorted(written - files.keys()):
         raise OSError(f"{partial} lacks {', '.join(lacking)}, which other processes wrote or something removed")
     manifest = {"format": FORMAT, "progress": asdict(progress), **about, "files": files}
-    manifest["sha256"] = _own_checksum(manifest)
+    manifest["sha256"] = manifest_checksum(manifest)
     write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
     final = partial.with_suffix("")
     if final.exists():
@@ -357,33 +357,6 @@ def _prune(newest: Path, progress: Progress, keep: CheckpointConfig) -> None:
                 path.unlink() if path.is_symlink() else shutil.rmtree(path)
             except OSError as error:  # the new checkpoint is complete nevertheless
                 logger.warning(f"warning: {path} is no longer needed but cannot be removed ({error}); remove it")
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    """Loads a checkpoint's manifest; raises Damaged, or ValueError for another format."""
-    try:
-        manifest = dict(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
-        intact = manifest.pop("sha256") == _own_checksum(manifest)
-    except (FileNotFoundError, KeyError):
-        raise Damaged(f"{path} is damaged: {MANIFEST} or its checksum is missing") from None
-    except (ValueError, TypeError) as error:
-        raise Damaged(f"{path} is damaged: {MANIFEST} cannot be read ({error})") from None
-    if not intact:
-        raise Damaged(f"{path} is damaged: {MANIFEST} has another checksum than when it was written")
-    if manifest["format"] != FORMAT:
-        raise UserError(
-            f"{path} is of format {manifest['format']!r}, this cowrec reads {FORMAT}; use the version that wrote it"
-        )
-    return manifest
-
-
-def _own_checksum(manifest: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's other entries; of their values, whatever spaces the file has."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def all_present(path: Path, names: Collection[str]) -> None:
-    """The :data:`Fetch` of a folder that has all files."""
 
 
 def find_checkpoint(
@@ -444,7 +417,7 @@ def find_checkpoint(
 
 def _manifest_or_error(path: Path) -> dict[str, Any] | ValueError:
     try:
-        return _manifest(path)
+        return load_manifest(path)
     except ValueError as error:
         return error
 
@@ -497,90 +470,3 @@ def choose_checkpoint(
         best_by = f", the best by {keep_best}" if best and best["step"] == progress.step else ""
         logger.info(f"using {path}{after}{best_by}")
     return found
-
-
-def checkpoint_keys(path: Path) -> set[str]:
-    """Keys of the tensors that a checkpoint holds; those of nested dictionaries are joined by dots."""
-    return set(_TensorReader(path).read_metadata().state_dict_metadata)
-
-
-def read_checkpoint(path: Path, state: dict[str, Any], fetch: Fetch = all_present) -> None:
-    """Reads a checkpoint into the tensors of ``state``, in place; they may be sharded in any way.
-
-    ``fetch`` gets the files that this process reads.
-    """
-    reader = _TensorReader(path, fetch)
-    reader.read_metadata()  # raises its own error first; older libraries would look for another file
-    dcp.load(state, storage_reader=reader)
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turns any error of decoding or loading into a ValueError that names the checkpoint."""
-    try:
-        yield
-    except (CheckpointException, Exception) as error:  # CheckpointException is not an Exception
-        raise UserError(f"{path} does not fit this run, or is damaged: {_cause(error)}") from error
-
-
-def _cause(error: BaseException) -> str:
-    """First failure of a rank, without the tracebacks that the library puts into its message."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    if isinstance(error, RuntimeError) and "unexpected pos" in str(error):  # what torch's writer makes of it
-        return "a file could not be written completely; its disk is probably full"
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-class _TensorReader(FileSystemReader):
-    """Reads tensors and refuses every other object."""
-
-    def __init__(self, path: Path, fetch: Fetch = all_present) -> None:
-        super().__init__(path)
-        self._folder, self._fetch = path, fetch
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
-        self._fetch(self._folder, {self.storage_data[each.storage_index].relative_path for each in plan.items})
-        return super().read_data(plan, planner)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        self._fetch(self._folder, [".metadata"])
-        with (self._folder / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise UserError(f".metadata holds {type(metadata).__name__}, not a description of tensors")
-        for key, value in metadata.state_dict_metadata.items():
-            if isinstance(value, BytesStorageMetadata):
-                raise UserError(f"{key} is not a tensor; other objects would have to be unpickled and are refused")
-        return metadata
-
-
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
-        *("BytesStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
-    "pathlib": {"PosixPath"},
-}
-"""Classes that the library's description of tensors consists of."""
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles :data:`_CLASSES` only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 store the member of an enumeration
-            return _member
-        module = module.removesuffix("._local")  # of pathlib in Python 3.13 alone
-        if name not in _CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
-        return super().find_class(module, name)
-
-
-def _member(kind: Any, name: str) -> Any:
-    if kind is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"builtins.getattr of {kind!r} is not allowed in a checkpoint")
-    return kind[name]

@@ -13,8 +13,8 @@ from ..config.run import RunConfig, prepared_otherwise_warning, to_plain
 from ..config.sections import OnNonfinite
 from ..runs.checkpoint import Checkpoints, Progress, WriteFiles
 from ..runs.metrics_log import MetricsLog
-from ..runs.remote_run import RunPlace
 from ..runs.run_dir import create_run_dir, require_own, require_shared, require_unused, write_json
+from ..runs.run_place import RunPlace
 from ..runs.trackers import TRACKERS, TrackedRun, Tracking, flattened, require_trackers
 from ..runtime.errors import Interrupted, NonFiniteLoss
 from ..runtime.processes import Process, on_first

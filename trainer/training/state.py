@@ -18,18 +18,8 @@ from cowrec.sparse_opt.tbe.inventory import ModelInventory
 from ..config.run import to_plain
 from ..config.sections import OnNonfinite
 from ..measures.clip_metrics import ClipWatch
-from ..runs.checkpoint import (
-    Checkpoints,
-    Fetch,
-    Progress,
-    State,
-    WriteFiles,
-    all_present,
-    checkpoint_keys,
-    choose_checkpoint,
-    read_checkpoint,
-    readable,
-)
+from ..runs.checkpoint import Checkpoints, Progress, State, WriteFiles, choose_checkpoint
+from ..runs.checkpoint_files import Fetch, all_present, checkpoint_keys, read_checkpoint, readable
 from ..runs.provenance import environment
 from ..sharded_model.build import (
     build_sharded,

@@ -16,9 +16,10 @@ from cowrec.errors import UserError
 from ..config.run import RunConfig, checked_config, few_steps_warning, load_config, with_defaults, with_values
 from ..measures.quality import require_distinct_measures
 from ..measures.segments import id_count_thirds
+from ..runs.local_copy import local_data
 from ..runs.metrics_log import MetricsLog
-from ..runs.remote_run import RunPlace, local_data
 from ..runs.run_dir import CONFIG, JOURNAL, REPORT, write_json
+from ..runs.run_place import RunPlace
 from ..runtime.processes import on_first, process_group
 from ..runtime.stopping import StopRequest, stop_requests
 from ..sharded_model.build import check_batches
@@ -29,8 +30,8 @@ from .dataloading import Readers, even_slice, keep_resident, training_readers
 from .epochs import AfterEpoch, EpochEnd, Epochs, Speed
 from .evaluation import Stopped, evaluate
 from .report import epochs_report, epochs_summary
-from .saved_run import warm_start
 from .state import Step
+from .warm_start import warm_start
 
 
 def train(

@@ -29,7 +29,7 @@ from cowrec.trainer.config.run import config_from, load_config, save_config, wit
 from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.runs.remote_run import RunPlace
+from cowrec.trainer.runs.run_place import RunPlace
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.training.active_run import ActiveRun
 from cowrec.trainer.training.dataloading import keep_resident, training_readers

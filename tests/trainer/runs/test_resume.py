@@ -24,8 +24,8 @@ from cowrec.trainer.config.run import load_config, save_config
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs import checkpoint
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, checkpoint_name, find_checkpoint, list_checkpoints
-from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runs.run_dir import require_unused
+from cowrec.trainer.runs.run_place import RunPlace
 from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.step_guard import random_state

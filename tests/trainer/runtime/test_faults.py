@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
-from cowrec.trainer.runs.remote_run import RunPlace
+from cowrec.trainer.runs.run_place import RunPlace
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.processes import process_group as trainer_process_group
 from cowrec.trainer.runtime.stopping import LossWatch

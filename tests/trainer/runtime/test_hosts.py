@@ -135,7 +135,7 @@ def test_a_run_goes_on_with_fewer_hosts_and_takes_one_back(folder: Path, tmp_pat
 
 
 URI = "s3://bucket/run"
-COPY = f"from cowrec.trainer.runs.remote_run import local_copy; print(local_copy({URI!r}))"
+COPY = f"from cowrec.trainer.runs.local_copy import local_copy; print(local_copy({URI!r}))"
 
 
 def start_store(all_hosts: Hosts, name: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
 from cowrec.trainer.config.run import load_config, with_defaults, with_values
 from cowrec.trainer.config.sections import OnNonfinite
-from cowrec.trainer.runs.remote_run import RunPlace
+from cowrec.trainer.runs.run_place import RunPlace
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.run_plan import RunPlan

@@ -26,7 +26,7 @@ from cowrec.sparse_opt.optim.graphed_steps import GraphedSteps
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
-from cowrec.trainer.runs.remote_run import RunPlace
+from cowrec.trainer.runs.run_place import RunPlace
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.training.pipeline import (

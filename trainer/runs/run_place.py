@@ -1,130 +1,18 @@
-"""Folders of runs, exports and data in object stores: copies for reading, and the copies that a run uploads."""
+"""The folder of a training run in an object store: the copy that a run trains in, which it uploads."""
 
-import fcntl
-import hashlib
 import os
-import re
-import shutil
 import socket
-import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from cowrec.data_pipeline.parallel import ordered_map
-from cowrec.data_pipeline.remote import Place, RemoteFolder, copy_without_shards, is_remote, local_path
+from cowrec.data_pipeline.remote import Place, RemoteFolder, is_remote, local_path
 from cowrec.errors import UserError
-from cowrec.files import PARTIAL, checksum, locked_folder, replace_file
+from cowrec.files import locked_folder, replace_file
 
+from .checkpoint_files import MANIFEST, Files, checksums, rank_of
+from .local_copy import cache_folder, complete_files, mirror
 from .run_dir import METRICS
-
-MANIFEST = "checkpoint.json"
-_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
-
-Files = Mapping[str, Sequence[Any]]
-"""Size and SHA-256 of files of a checkpoint, by name."""
-
-
-def rank_of(name: str) -> int | None:
-    """The process that wrote a file of a checkpoint, if it is a shard; None for another file."""
-    found = _SHARD.fullmatch(name)
-    return int(found[1]) if found else None
-
-
-def checksums(folder: Path, files: Iterable[Path]) -> dict[str, tuple[int, str]]:
-    """Computes what a manifest lists of files of a folder."""
-    ordered = sorted(files)
-    sums = zip(ordered, ordered_map(checksum, ordered), strict=True)
-    return {str(each.relative_to(folder)): (each.stat().st_size, sha256) for each, sha256 in sums}
-
-
-def damage(folder: Path, files: Files) -> str:
-    """What is wrong with the first file of a folder that is missing or not as a manifest lists it; "" if none is."""
-    for name, (size, sha256) in files.items():
-        file = folder / name
-        if not file.is_file():
-            return f"it has no {name}"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size:,} bytes instead of {size:,}"
-        if checksum(file) != sha256:
-            return f"{name} has another checksum than when it was written"
-    return ""
-
-
-def local_copy(
-    place: Place, what: str = "folder", *, shards: bool = True, copied: Callable[[str], bool] = lambda _: True
-) -> Path:
-    """Returns the local path of a place; a folder in an object store is copied first, what has changed of it.
-
-    Args:
-        what: the folder is, for messages.
-        shards: whether to copy the shards of a data set, too, which otherwise are copied when they are read.
-        copied: chooses the files by their names; all by default.
-
-    Raises:
-        ValueError: there is no such folder in the object store.
-        OSError: the object store does not answer.
-    """
-    if not is_remote(place):
-        return local_path(place)
-    uri = os.fspath(place)
-    folder = cache_folder(uri)
-    folder.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (_mirror(RemoteFolder(uri), folder, copied) if shards else copy_without_shards(uri, folder)):
-            raise UserError(f"{what} {uri} does not exist, or is empty")
-    return folder
-
-
-def local_data(place: Place) -> Path:
-    """Returns the local folder of a data set, without shards of one in an object store; see :func:`local_copy`."""
-    return local_copy(place, "data set", shards=False)
-
-
-@contextmanager
-def written_folder(place: Place, *, last: str) -> Iterator[Path]:
-    """Gives a local folder to write, which is then copied to the place if that is in an object store.
-
-    Args:
-        place: a path or a URI, of a new or empty folder.
-        last: name of the file that is copied last, without which the folder is not complete.
-
-    Raises:
-        ValueError: the folder in the object store is not empty.
-        OSError: the object store does not answer.
-    """
-    if not is_remote(place):
-        yield local_path(place)
-        return
-    remote = RemoteFolder(os.fspath(place))
-    if remote.list():
-        raise UserError(f"{remote.uri} is not empty; choose another folder or remove it")
-    with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / "folder"
-        yield folder
-        remote.upload(folder, sorted((name for name, _ in _files(folder)), key=lambda name: (name == last, name)))
-
-
-def cache_folder(uri: str, purpose: str = "") -> Path:
-    """Returns the local folder for a copy of a folder in an object store.
-
-    It is in $COWREC_CACHE, by default `~/.cache/cowrec` ($XDG_CACHE_HOME/cowrec), and may be removed at any time when
-    no process uses it.
-
-    Raises:
-        ValueError: none of these variables is set, and the user has no home folder.
-    """
-    try:
-        parent = Path(
-            os.environ.get("COWREC_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cowrec")
-        )
-    except RuntimeError:
-        raise UserError(f"{uri} needs a folder for a copy, and this user has no home; set COWREC_CACHE") from None
-    key = f"{uri.rstrip('/')} {os.environ.get('AWS_ENDPOINT_URL', '')}"
-    name = uri.split("?")[0].rstrip("/").rpartition("/")[2]
-    return parent / f"{name}-{purpose}{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 class RunPlace:
@@ -181,7 +69,7 @@ class RunPlace:
                 self._uploaded = {name: (found.size, 0) for name, found in there.items()}
                 self.push()
             else:
-                _mirror(self._remote, self.folder, self._is_copied)
+                mirror(self._remote, self.folder, self._is_copied)
         self._uploaded = self._copied_files()
 
     def push(self) -> None:
@@ -249,7 +137,7 @@ class RunPlace:
         return self.is_shared or not _is_shard(name)
 
     def _copied_files(self) -> dict[str, tuple[int, int]]:
-        return {name: stamp for name, stamp in _files(self.folder) if self._is_copied(name)}
+        return {name: stamp for name, stamp in complete_files(self.folder) if self._is_copied(name)}
 
 
 def _is_shard(name: str) -> bool:
@@ -258,27 +146,3 @@ def _is_shard(name: str) -> bool:
 
 def _is_manifest(name: str) -> bool:
     return name.endswith(MANIFEST)
-
-
-def _mirror(remote: RemoteFolder, folder: Path, copied: Callable[[str], bool] = lambda _: True) -> bool:
-    """Makes a local folder equal to the copied files of a remote one; returns whether that has files."""
-    wanted = remote.list()
-    for name, _ in list(_files(folder)):
-        if name not in wanted:
-            (folder / name).unlink()
-    remote.download(folder, copied)
-    for each in sorted(folder.rglob("*"), reverse=True) if folder.is_dir() else ():
-        if each.suffix == PARTIAL:
-            shutil.rmtree(each) if each.is_dir() else each.unlink()
-        elif each.is_dir() and not any(each.iterdir()):
-            each.rmdir()
-    return bool(wanted)
-
-
-def _files(folder: Path) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yields names, sizes and times of the complete files of a folder."""
-    for each in sorted(folder.rglob("*")) if folder.is_dir() else ():
-        name = each.relative_to(folder)
-        if each.is_file() and not any(part.endswith(PARTIAL) for part in name.parts):
-            status = each.stat()
-            yield str(name), (status.st_size, status.st_mtime_ns)
