@@ -17,9 +17,9 @@ import pytest
 
 from cowrec.data_pipeline.raw import layouts
 from cowrec.data_pipeline.raw.layouts import RawField, RawLabel
-from cowrec.trainer.config.id_table import TableIds
 from cowrec.trainer.config.reference import attribute_texts, keys_of
 from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.config.sections import TableIds
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 HEAD = """# Reference: every key

@@ -23,13 +23,13 @@ from cowrec.models.own_code import is_import_path, require_beside, search_also
 from cowrec.names import nearest_name, parse_count
 
 from .checks import SettingError
-from .id_table import IdConfig
 from .sections import (
     AUTO_BATCH,
     CheckpointConfig,
     ClipConfig,
     DataConfig,
     EvaluateConfig,
+    IdConfig,
     OnlineConfig,
     OptimizerConfig,
     ShardingConfig,

@@ -27,7 +27,7 @@ from cowrec.sparse_opt import IdTables
 
 from ..runs.checkpoint_files import checksums
 from ..runs.local_copy import local_copy, written_folder
-from ..runs.own_code import own_code
+from ..runs.provenance import own_code
 from ..runs.run_dir import VOCABULARY
 from ..runtime.environment import launched_world_size
 from ..runtime.processes import process_group

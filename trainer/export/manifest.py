@@ -28,7 +28,7 @@ from cowrec.files import write_file
 from cowrec.models import ModelConfig
 
 from ..runs.checkpoint_files import damage
-from ..runs.own_code import OwnCode
+from ..runs.provenance import OwnCode
 
 FORMAT = 1
 Precision = Literal["float32", "float16", "int8"]

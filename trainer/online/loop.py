@@ -35,8 +35,8 @@ from cowrec.errors import UserError
 from cowrec.files import replacing
 from cowrec.urls import without_credentials
 
-from ..config.id_table import seconds
 from ..config.run import RunConfig, checked_config, load_config, with_defaults, with_values
+from ..config.sections import seconds
 from ..runs.checkpoint import checkpoint_name, list_checkpoints
 from ..runs.metrics_log import MetricsLog
 from ..runs.run_dir import CONFIG, JOURNAL, REPORT, write_json

@@ -21,7 +21,7 @@ from cowrec.data_pipeline.dataset.schema import LABEL
 from cowrec.data_pipeline.streams.position import LEFT_OUT
 from cowrec.errors import UserError
 
-from ..config.id_table import seconds
+from ..config.sections import seconds
 from ..measures.quality import Samples, measure
 from ..runs.metrics_log import MetricsLog
 from ..training.active_run import ActiveRun

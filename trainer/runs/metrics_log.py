@@ -1,22 +1,40 @@
-"""Metrics of a run while it trains: a JSON line for each reading, TensorBoard, and trackers of experiments."""
+"""Metrics of a run while it trains: a JSON line for each reading, TensorBoard, and trackers of experiments.
 
+Servers, projects and credentials of MLflow and Weights & Biases come from the environment variables and files of their
+own libraries.
+"""
+
+import importlib
 import json
 import logging
+import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from queue import Full, Queue
+from threading import Thread
+from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
+from cowrec.errors import UserError
 from cowrec.files import append_line, earlier, replace_file
 
 from ..runtime.errors import Interrupted
 from .run_dir import BOARD, METRICS, to_json
-from .trackers import Tracking, flattened
 
 logger = logging.getLogger(__name__)
+
+_LAST_SECONDS = 30.0
+"""Longest time that the end of a run waits for a tracker."""
+_MOST_WAITING = 10_000
+"""Readings that wait for a tracker before further ones are left out."""
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
@@ -35,7 +53,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self,
         path: Path | None,
         step: int = 0,
-        trackers: Sequence[Tracking] = (),
+        trackers: Sequence["Tracking"] = (),
         *,
         max_bytes: int = 0,
         may_drop: bool = False,
@@ -107,3 +125,193 @@ def _drop_after(metrics: Path, step: int, set_aside: int) -> int:
         logger.warning("warning: %d damaged lines of %s are removed", damaged, metrics)
     replace_file(metrics, b"".join(kept))
     return set_aside
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of a run at its beginning.
+
+    Attributes:
+        folder: of the run; its name is the run's.
+        config: every setting, by ``section.key``.
+        tags: provenance: commit, versions, hardware.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    tags: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """A run as a tracker records it; all calls come from one thread and may raise anything."""
+
+    def begin(self, run: TrackedRun, known_id: str | None) -> str:
+        """Begins the run, or continues the one with an id; returns its id. Called again after it has failed."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records finite values of a step, which a resumed run may repeat."""
+
+    def end(self, status: str) -> None:
+        """Ends the run: "FINISHED", "KILLED" (it can be resumed) or "FAILED"."""
+
+
+class _Mlflow:
+    def __init__(self) -> None:
+        self._mlflow = importlib.import_module("mlflow")
+        # Otherwise the address of the run, with any credentials in that of the server, is printed at its end.
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+        # A server that is away would be a warning with each repetition of each request.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+
+    def begin(self, run: TrackedRun, known_id: str | None) -> str:
+        # Of this thread: one is active where an earlier call failed after starting it.
+        name = None if known_id or "MLFLOW_RUN_ID" in os.environ else run.folder.name
+        active = self._mlflow.active_run() or self._mlflow.start_run(known_id, run_name=name)
+        config = {_mlflow_name(key): str(value) for key, value in run.config.items()}
+        earlier = active.data.params
+        # MLflow's parameters cannot change; what a resumed run changes becomes a tag.
+        changed = {key: value for key, value in config.items() if earlier.get(key, value) != value}
+        self._mlflow.set_tags({**run.tags, **changed})
+        self._mlflow.log_params({key: value for key, value in config.items() if key not in earlier})
+        return str(active.info.run_id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics({_mlflow_name(key): value for key, value in values.items()}, step)
+
+    def end(self, status: str) -> None:
+        self._mlflow.end_run(status)
+
+
+def _mlflow_name(key: str) -> str:
+    """A key that MLflow takes; what it does not take, as in names of fields, becomes "_" and a checksum."""
+
+    def part(text: str) -> str:
+        taken = "" if text in (".", "..") else re.sub(r"[^\w\-. :]", "_", text)
+        return text if text and taken == text else f"{taken}_{zlib.crc32(text.encode()):08x}"
+
+    return "/".join(map(part, key.split("/")))
+
+
+class _Wandb:
+    def __init__(self) -> None:
+        self._wandb = importlib.import_module("wandb")
+
+    def begin(self, run: TrackedRun, known_id: str | None) -> str:
+        if os.environ.get("WANDB_MODE", "online") == "online" and not self._wandb.login(prompt=False):
+            raise UserError("no API key; set WANDB_API_KEY, or run `wandb login`")
+        # Neither console output nor the command line, which may have credentials, is recorded.
+        quiet = self._wandb.Settings(silent=True, console="off", x_disable_meta=True)
+        self._run = self._wandb.init(
+            id=known_id,
+            resume="allow" if known_id else None,
+            name=None if "WANDB_NAME" in os.environ else run.folder.name,
+            config={**run.config, **run.tags},
+            allow_val_change=True,
+            reinit="create_new",
+            settings=quiet,
+        )
+        # W&B's own steps only rise, but those of a resumed run begin again at its checkpoint.
+        self._run.define_metric("*", step_metric="step")
+        return str(self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def end(self, status: str) -> None:
+        self._run.finish(exit_code=int(status != "FINISHED"))
+
+
+TRACKERS: dict[str, Callable[[], Tracker]] = {"mlflow": _Mlflow, "wandb": _Wandb}
+"""Trackers by the name of their module, which is also that of cowrec's extra."""
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Raises ValueError if the package of a tracker is not installed."""
+    for name in names:
+        found = find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name, such as W&B's ./wandb, has no origin
+            raise UserError(
+                f"train.trackers has \"{name}\", whose package is not installed: pip install 'cowrec[{name}]'"
+            )
+
+
+class Tracking:
+    """A run in one tracker, which a thread of its own calls: training never waits for it, nor ends with its errors.
+
+    The first error is a warning; what could not be recorded is left out.
+
+    Args:
+        name: of the tracker, for messages and for the file of the run's id, with which a resumed run continues.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, run: TrackedRun) -> None:
+        self._name, self._tracker, self._run = name, tracker, run
+        self._queue: Queue[tuple[int, Mapping[str, float]] | str] = Queue(_MOST_WAITING)
+        self._begun = self._warned = False
+        self._thread = Thread(target=self._work, name=f"cowrec-tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Passes on values of a step; leaves out those that are not finite."""
+        try:
+            self._queue.put_nowait((step, {key: float(value) for key, value in values.items() if isfinite(value)}))
+        except Full:
+            self._warn("it takes metrics more slowly than the run writes them")
+
+    def close(self, status: str) -> None:
+        """Ends the run in the tracker with a status of :meth:`Tracker.end`; waits, but not for long."""
+        try:
+            self._queue.put(status, timeout=_LAST_SECONDS)
+            self._thread.join(_LAST_SECONDS)
+        except Full:
+            pass
+        if self._thread.is_alive():
+            self._warn(f"no answer in the last {_LAST_SECONDS:g} seconds of the run")
+
+    def _work(self) -> None:
+        status = None
+        while status is None:
+            entry = self._queue.get()
+            try:
+                if not self._begun:
+                    self._begin()
+                if isinstance(entry, str):
+                    status = entry
+                    self._tracker.end(status)
+                else:
+                    self._tracker.log(*entry)
+            except Exception as error:
+                status = entry if isinstance(entry, str) else None
+                self._warn(f"{type(error).__name__}: {error}")
+
+    def _begin(self) -> None:
+        record = self._run.folder / f"{self._name}_run_id.txt"
+        run_id = self._tracker.begin(self._run, record.read_text().strip() if record.is_file() else None)
+        self._begun = True
+        replace_file(record, f"{run_id}\n".encode())
+        logger.info("%s records the metrics too, as run %s", self._name, run_id)
+
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            where = "the run goes on, and its metrics are in metrics.jsonl"
+            logger.warning("%s does not record all metrics: %s; %s", self._name, without_secrets(problem), where)
+
+
+def without_secrets(text: str) -> str:
+    """The text without the user part of addresses and without the secrets in the trackers' environment variables."""
+    for name, value in os.environ.items():
+        if value and re.match(r"(MLFLOW|WANDB)_\w*(KEY|TOKEN|PASSWORD|SECRET)", name):
+            text = text.replace(value, "***")
+    return re.sub(r"://[^/@\s]+@", "://***@", text)
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
+    """Nested mappings as one, by keys after the prefix, joined with the separator; texts without credentials."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{key}{separator}", separator)
+        else:
+            flat[prefix + key] = without_secrets(value) if isinstance(value, str) else value
+    return flat

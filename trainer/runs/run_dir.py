@@ -26,7 +26,7 @@ from cowrec.files import replace_file, replacing
 
 from ..config.run import RunConfig, first_difference, load_config, save_config, to_plain
 from ..runtime.processes import Process, from_first, on_first
-from .own_code import load_code, save_code, warn_if_changed
+from .provenance import load_code, save_code, warn_if_changed
 
 CONFIG, REPORT, CHECKPOINTS = "config.toml", "report.json", "checkpoints"
 METRICS, BOARD, VOCABULARY, JOURNAL = "metrics.jsonl", "tensorboard", "vocabulary", "journal"

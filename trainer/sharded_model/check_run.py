@@ -21,8 +21,8 @@ from cowrec.names import hint
 from cowrec.sparse_opt import NoClip
 from cowrec.sparse_opt.id_tables.config import TIME_LIMIT
 
-from ..config.id_table import seconds
 from ..config.run import RunConfig
+from ..config.sections import seconds
 from ..runtime.processes import Process
 from .run_plan import Scaled
 from .sharding import BY_ROWS, FOUR_COLUMNS, chosen_kinds, reaches_all

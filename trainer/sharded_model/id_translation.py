@@ -22,7 +22,7 @@ from cowrec.sparse_opt import (
     id_bucket_rows,
 )
 
-from ..config.id_table import seconds
+from ..config.sections import seconds
 from .run_plan import RunPlan
 from .tables import TableSpec
 

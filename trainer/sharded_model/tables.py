@@ -19,8 +19,8 @@ from cowrec.models import physical_dim
 from cowrec.names import hint
 from cowrec.sparse_opt import rows_for
 
-from ..config.id_table import IdConfig
 from ..config.run import RunConfig
+from ..config.sections import IdConfig
 from ..runtime.processes import Process
 
 Value = TypeVar("Value")

@@ -29,7 +29,7 @@ from ..config.run import (
     with_defaults,
     with_values,
 )
-from ..runs.own_code import changes, load_code
+from ..runs.provenance import changes, load_code
 from ..runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, difference_of_samples, to_json
 from ..runtime.environment import prepare_process
 from ..runtime.errors import Interrupted

@@ -12,10 +12,9 @@ from cowrec.files import locked, locked_folder
 from ..config.run import RunConfig, prepared_otherwise_warning, to_plain
 from ..config.sections import OnNonfinite
 from ..runs.checkpoint import Checkpoints, Progress, WriteFiles
-from ..runs.metrics_log import MetricsLog
+from ..runs.metrics_log import TRACKERS, MetricsLog, TrackedRun, Tracking, flattened, require_trackers
 from ..runs.run_dir import create_run_dir, require_own, require_shared, require_unused, write_json
 from ..runs.run_place import RunPlace
-from ..runs.trackers import TRACKERS, TrackedRun, Tracking, flattened, require_trackers
 from ..runtime.errors import Interrupted, NonFiniteLoss
 from ..runtime.processes import Process, on_first
 from ..runtime.stopping import LossWatch, ignoring_sigterm

@@ -23,7 +23,7 @@ from ..measures.quality import measure_tasks
 from ..measures.segments import Segments
 from ..runs.checkpoint import Progress
 from ..runs.local_copy import local_copy, local_data
-from ..runs.own_code import load_code, warn_if_changed
+from ..runs.provenance import load_code, warn_if_changed
 from ..runs.run_dir import CHECKPOINTS, CONFIG, require_same_ids
 from ..runtime.environment import launched_rank, launched_world_size
 from ..runtime.processes import Process, from_first, on_first, process_group

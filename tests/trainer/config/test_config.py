@@ -12,10 +12,9 @@ import pytest
 from commands.command_line import Cowrec
 from cowrec.data_pipeline import Schema, SparseField
 from cowrec.sparse_opt import PRESETS
-from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.reference import OWN_DATA, presets, run_file
 from cowrec.trainer.config.run import RunConfig, config_from, few_steps_warning, load_config, save_config, with_defaults
-from cowrec.trainer.config.sections import TrainConfig
+from cowrec.trainer.config.sections import TrainConfig, seconds
 from cowrec.trainer.runs.run_dir import require_own
 from cowrec.trainer.sharded_model.check_run import check_settings, check_tables
 from cowrec.trainer.sharded_model.run_plan import Scaled

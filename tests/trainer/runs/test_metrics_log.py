@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cowrec.trainer.reports.run_curves import RunCurves
-from cowrec.trainer.runs import provenance, trackers
-from cowrec.trainer.runs.metrics_log import MetricsLog
-from cowrec.trainer.runs.trackers import TrackedRun, Tracking, _mlflow_name, without_secrets
+from cowrec.trainer.runs import metrics_log, provenance
+from cowrec.trainer.runs.metrics_log import MetricsLog, TrackedRun, Tracking, _mlflow_name, without_secrets
 from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from trained_runs import data_folder, run
 from trainer_cases import interrupted
@@ -111,7 +110,7 @@ def test_a_tracker_has_the_settings_and_metrics_of_a_resumed_run(
 
 
 def test_a_tracker_that_is_not_installed_is_refused(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
+    monkeypatch.setattr(metrics_log, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"train\.trackers has \"wandb\".*pip install 'cowrec\[wandb\]'"):
         run(folder, tmp_path / "run", 'train.trackers=["wandb"]')
     assert not (tmp_path / "run").exists()
@@ -163,8 +162,8 @@ def test_errors_of_a_tracker_leave_out_readings_and_warn_once(tmp_path: Path, ca
 
 
 def test_a_tracker_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(trackers, "_LAST_SECONDS", 0.05)
-    monkeypatch.setattr(trackers, "_MOST_WAITING", 3)
+    monkeypatch.setattr(metrics_log, "_LAST_SECONDS", 0.05)
+    monkeypatch.setattr(metrics_log, "_MOST_WAITING", 3)
     answer = threading.Event()
     with logging_to(tmp_path, Recorder(waits=answer)) as log:
         for step in range(1, 9):

@@ -18,7 +18,7 @@ from cowrec.data_pipeline import Schema, prepare
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.trainer import evaluate, export_model, train
 from cowrec.trainer.config.run import load_config, with_defaults
-from cowrec.trainer.runs.own_code import own_code
+from cowrec.trainer.runs.provenance import own_code
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.serving.served_model import ServedModel
