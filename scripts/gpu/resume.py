@@ -14,7 +14,7 @@ from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
 from cowrec.trainer.runs.run_place import RunPlace
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
+from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan
 from cowrec.trainer.training.state import TrainState
 
 from .rows import trained_values
@@ -31,7 +31,7 @@ def resume(device: torch.device) -> dict[str, Any]:
         rows = torch.from_numpy(ids.rows(0, len(numbers))).t()
         samples = SampleBlock(numbers, numbers[:, 0].round(), rows, {})
         batches = [samples.take(each).batch(schema, size).to(device) for each in torch.arange(len(rows)).split(size)]
-        plan = RunPlan.of(config, schema, process, schedule=Schedule(2 * steps))
+        plan = RunPlan.of(config, schema, process, schedule=LrSchedule(2 * steps))
         run, resumed = TrainState(plan), TrainState(plan)
         checkpoints = Checkpoints(RunPlace(Path(folder), resume=True), CheckpointConfig(), process)
         for each in batches[:steps]:

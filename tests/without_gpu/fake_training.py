@@ -44,7 +44,7 @@ from cowrec.trainer.runs.checkpoint import _CpuStager
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.stopping import LossWatch
 from cowrec.trainer.sharded_model import build
-from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
+from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan
 from cowrec.trainer.training import pipeline
 from cowrec.trainer.training.pipeline import Output, Step
 from cowrec.trainer.training.state import TrainState
@@ -166,7 +166,7 @@ class _Run:
         config, self._schema = with_defaults(config_from(case.config), 0), _schema(case.config)
         self._process = Process(case.rank, case.world_size, case.world_size, False, torch.device("cuda", case.rank))
         with patch.object(pipeline, "CudaGraphCapture", lambda: self):
-            self._state = TrainState(RunPlan.of(config, self._schema, self._process, schedule=Schedule(100)))
+            self._state = TrainState(RunPlan.of(config, self._schema, self._process, schedule=LrSchedule(100)))
         self._losses = LossWatch(self._process)
         size = config.train.batch_size // self._process.world_size
         self._batches = map(self._state.ids.training, self._epoch(size))

@@ -45,7 +45,7 @@ from ..runtime.processes import Peers, Process, from_first, on_first, process_gr
 from ..runtime.stopping import StopRequest, stop_requests
 from ..sharded_model.build import has_batch_norm
 from ..sharded_model.check_run import check_run
-from ..sharded_model.run_plan import RunPlan, Schedule
+from ..sharded_model.run_plan import LrSchedule, RunPlan
 from ..training.active_run import ActiveRun, require_run_dir
 from ..training.dataloading import even_slice
 from ..training.report import settings_summary, shared_report
@@ -109,7 +109,7 @@ class _OnlineTrainer:
         self.config, self.run_dir, self.process = config, place.folder, process
         self.codec = SampleCodec.load(config.data.dir)
         self.codec.require_trainable()
-        plan = RunPlan.of(config, self.codec.schema, process, schedule=Schedule())
+        plan = RunPlan.of(config, self.codec.schema, process, schedule=LrSchedule())
         # A batch is not taken before the one before it was trained on, which would postpone its predictions.
         self.run = ActiveRun(plan, place, config.online.on_nonfinite, reads_ahead=False)
         self.state, self.say = self.run.state, self.run.say

@@ -92,7 +92,7 @@ class RunPlan:
     train_rows: int
     epoch_steps: int
     steps: int
-    schedule: "Schedule"
+    schedule: "LrSchedule"
     scaled: Scaled
 
     @classmethod
@@ -102,7 +102,7 @@ class RunPlan:
         schema: Schema,
         process: Process,
         *,
-        schedule: "Schedule | None" = None,
+        schedule: "LrSchedule | None" = None,
         bags: Sequence[EmbeddingBagConfig] | None = None,
     ) -> "RunPlan":
         """Derives the plan of settings that :func:`check_run` admits.
@@ -121,7 +121,7 @@ class RunPlan:
         train_rows = rows - round(rows * config.train.validation_fraction)
         epoch_steps = len(GlobalBatches(train_rows, config.train.batch_size))
         steps = epoch_steps * config.train.epochs
-        schedule = schedule or Schedule.of_epochs(config.optimizer, epoch_steps, steps)
+        schedule = schedule or LrSchedule.of_epochs(config.optimizer, epoch_steps, steps)
         return cls(
             config,
             schema,
@@ -155,7 +155,7 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LrSchedule:
     """Learning rates by step, counted from 0, as multiples of the scaled rates.
 
     Attributes:
@@ -172,7 +172,7 @@ class Schedule:
     decay_steps: float = 1
 
     @classmethod
-    def of_epochs(cls, config: OptimizerConfig, epoch_steps: int, total_steps: int) -> "Schedule":
+    def of_epochs(cls, config: OptimizerConfig, epoch_steps: int, total_steps: int) -> "LrSchedule":
         """The schedule of a run over epochs, whose steps are counted as in :class:`RunPlan`."""
         decay = config.lr_decay or "none"
         steps = total_steps if isinstance(decay, str) else decay * epoch_steps

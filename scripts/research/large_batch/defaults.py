@@ -40,7 +40,7 @@ from cowrec.data_pipeline import Batch, Reader, Schema
 from cowrec.trainer.config.run import RunConfig, config_from, with_defaults
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.run_plan import RunPlan, Scaled, Schedule
+from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan, Scaled
 from cowrec.trainer.training.dataloading import Readers
 from cowrec.trainer.training.evaluation import predicted_samples
 from cowrec.trainer.training.state import TrainState
@@ -139,7 +139,7 @@ def train_cowrec(
     read = readers(data, config.train.batch_size, seed)
     found: dict[str, list[Any]] = {"validation": [], "test": []}
     with process_group("cpu") as process:
-        schedule = Schedule.of_epochs(config.optimizer, len(read.train), epochs * len(read.train))
+        schedule = LrSchedule.of_epochs(config.optimizer, len(read.train), epochs * len(read.train))
         state = TrainState(RunPlan.of(config, read.train.schema, process, schedule=schedule))
         for epoch in range(epochs):
             batches = map(state.ids.training, read.train.epoch(epoch))

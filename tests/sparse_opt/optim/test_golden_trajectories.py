@@ -28,7 +28,7 @@ from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import dense_parameters
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
-from cowrec.trainer.sharded_model.run_plan import Schedule
+from cowrec.trainer.sharded_model.run_plan import LrSchedule
 from cowrec.trainer.sharded_model.sharding import sharding_plan
 from cowrec.trainer.sharded_model.task import MeanLoss, TrainTask
 from golden_models import FIELDS, dense_views, golden_batch, golden_model, model_name
@@ -69,7 +69,7 @@ def hyperparameters(golden: Golden) -> Hyperparameters:
 
 def dense_lr(golden: Golden, step: int) -> float:
     """Learning rate of the network in step ``step``, from 1."""
-    return Schedule(int(golden["hp/warmup_steps"])).dense_lr(hyperparameters(golden), step - 1)
+    return LrSchedule(int(golden["hp/warmup_steps"])).dense_lr(hyperparameters(golden), step - 1)
 
 
 def train_task(golden: Golden, model: nn.Module, world_size: int) -> TrainTask:

@@ -10,7 +10,7 @@ import torch
 from cowrec.data_pipeline import RESERVED_ROWS, Reader
 from cowrec.trainer import evaluate, load_config
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
+from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan
 from cowrec.trainer.sharded_model.tables import tables_of
 from cowrec.trainer.training.state import TrainState
 from refusal import refused
@@ -50,7 +50,7 @@ def test_a_batch_is_translated_directly_before_its_step(folder: Path) -> None:
     config = load_config(folder / "run.toml", IDS)
     with process_group("cpu") as process:
         reader = Reader(folder / "single" / "data", "train", batch_size=51)
-        state = TrainState(RunPlan.of(config, reader.schema, process, schedule=Schedule()))
+        state = TrainState(RunPlan.of(config, reader.schema, process, schedule=LrSchedule()))
         assert state.id_tables is not None
         batches, seen = map(state.ids.training, reader.epoch(0)), 0
         for batch in reader.epoch(0):
@@ -64,7 +64,7 @@ def test_new_ids_get_initialized_rows(folder: Path) -> None:
     config = load_config(folder / "run.toml", [*IDS, "model.embedding_dims={city = 3}"])
     with process_group("cpu") as process:
         reader = Reader(folder / "unweighted" / "data", "train", batch_size=51)
-        state = TrainState(RunPlan.of(config, reader.schema, process, schedule=Schedule()))
+        state = TrainState(RunPlan.of(config, reader.schema, process, schedule=LrSchedule()))
         tables = {name: value.local_shards()[0].tensor.fill_(7) for name, value in tables_of(state.model).items()}
         batch = next(reader.epoch(0))
         assert set(state.ids.lookup(batch).sparse.values().tolist()) <= set(range(RESERVED_ROWS))

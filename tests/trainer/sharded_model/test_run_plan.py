@@ -21,7 +21,7 @@ from cowrec.trainer.config.sections import ClipConfig, LrDecay, OptimizerConfig,
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.build import fused_params, set_product_precision
 from cowrec.trainer.sharded_model.check_run import check_scaled_decay, check_sharding
-from cowrec.trainer.sharded_model.run_plan import RunPlan, Scaled, Schedule
+from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan, Scaled
 from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan
 from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
 from cowrec.trainer.training.state import TrainState
@@ -45,8 +45,8 @@ def test_rates_fall_as_under_torchs_schedulers(decay: LrDecay) -> None:
     """Both rates, over three epochs of four steps; 1.25 epochs are five steps. A warm-up multiplies the dense rate."""
     config = OptimizerConfig(lr_decay=decay)
     values = Hyperparameters(embedding_lr=0.02, dense_lr=0.5, l2=0.0)
-    schedule = Schedule.of_epochs(config, 4, 12)
-    warm = Schedule.of_epochs(dataclasses.replace(config, warmup_epochs=0.6), 4, 12)
+    schedule = LrSchedule.of_epochs(config, 4, 12)
+    warm = LrSchedule.of_epochs(dataclasses.replace(config, warmup_epochs=0.6), 4, 12)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
     scheduler = DECAYS[decay](optimizer)
     for step in range(12):
@@ -62,10 +62,10 @@ def test_rates_fall_as_under_torchs_schedulers(decay: LrDecay) -> None:
 
 def test_a_fall_comes_at_the_step_that_is_meant() -> None:
     """0.7 epochs of ten steps are seven steps, not the 7.000000000000001 of their product."""
-    schedule = Schedule.of_epochs(OptimizerConfig(lr_decay=0.7), 10, 100)
+    schedule = LrSchedule.of_epochs(OptimizerConfig(lr_decay=0.7), 10, 100)
     rates = [schedule.dense_lr(Hyperparameters(0.0, 1.0, 0.0), step) for step in (6, 7, 13, 14)]
     assert rates == pytest.approx([1, 0.1, 0.1, 0.01])
-    assert Schedule.of_epochs(OptimizerConfig(warmup_epochs=0.07), 100, 100).warmup_steps == 7
+    assert LrSchedule.of_epochs(OptimizerConfig(warmup_epochs=0.07), 100, 100).warmup_steps == 7
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_fused_optimizer_follows_the_decay_and_the_rates_of_tables(folder: Pat
     moved: list[dict[str, torch.Tensor]] = []
     for factors, rates in (([], {}), (["optimizer.embedding_lr_factors.city=0.5"], {"city": 0.005})):
         config = load_config(folder / "run.toml", [*FUSED, *factors])
-        schedule = Schedule(decay="linear", decay_steps=10)
+        schedule = LrSchedule(decay="linear", decay_steps=10)
         with process_group("cpu") as process:
             reader = Reader(folder / "data", "train", batch_size=51)
             state = TrainState(RunPlan.of(config, reader.schema, process, schedule=schedule))

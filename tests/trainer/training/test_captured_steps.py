@@ -28,7 +28,7 @@ from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
 from cowrec.trainer.runs.run_place import RunPlace
 from cowrec.trainer.runtime.processes import Process, process_group
-from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
+from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan
 from cowrec.trainer.training.pipeline import (
     WARMUP_STEPS,
     CapturedSteps,
@@ -167,7 +167,7 @@ def compare(case: tuple[str, ...], process: Process) -> None:
     """Compares a trajectory under capture with sequential steps, and again after it resumed from its checkpoint."""
     everywhere, place = range(len(SIZES)), RunPlace(Path(tempfile.mkdtemp()), resume=True)
     sequential, state, fresh = (
-        TrainState(RunPlan.of(config_of(*case), SCHEMA, process, schedule=Schedule(10))) for _ in range(3)
+        TrainState(RunPlan.of(config_of(*case), SCHEMA, process, schedule=LrSchedule(10))) for _ in range(3)
     )
     expected, end = train(sequential, everywhere), everything(sequential)
     checkpoints = Checkpoints(place, CheckpointConfig(), process)
@@ -214,7 +214,7 @@ class Failing(Graph):
 
 def test_a_failed_capture_loses_no_step(process: Process, caplog: pytest.LogCaptureFixture) -> None:
     everywhere = range(len(SIZES))
-    sequential, state = (TrainState(RunPlan.of(config_of(), SCHEMA, process, schedule=Schedule())) for _ in range(2))
+    sequential, state = (TrainState(RunPlan.of(config_of(), SCHEMA, process, schedule=LrSchedule())) for _ in range(2))
     expected = train(sequential, everywhere)
     assert state.adam
     graph = Failing(state)
@@ -240,7 +240,7 @@ REASONS = {
 @pytest.mark.parametrize("overrides", REASONS)
 def test_reasons(overrides: str, process: Process) -> None:
     config, why = config_of(*overrides.split()), REASONS[overrides]
-    state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule()))
+    state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=LrSchedule()))
     assert state.why_not_captured == (why if "cuda_graph" in why else "CUDA graphs exist on CUDA only")
     for each in state.adam.lookups if state.adam else ():
         run_on("triton", each.wrapped)

@@ -12,7 +12,7 @@ from cowrec.models import physical_dim
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import dense_weights
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
+from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan
 from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
 from cowrec.trainer.training.state import TrainState
 from trainer_cases import config_file, make_data
@@ -72,7 +72,7 @@ def test_a_run_equals_plain_pytorch(tmp_path: Path, absent_rows: str) -> None:
     config = load_config(config_file(tmp_path), [*SETTINGS, f"optimizer.absent_rows={absent_rows}"])
     with process_group("cpu") as process:
         reader = Reader(tmp_path / "data", "train", batch_size=51)
-        state = TrainState(RunPlan.of(config, reader.schema, process, schedule=Schedule()))
+        state = TrainState(RunPlan.of(config, reader.schema, process, schedule=LrSchedule()))
 
         def tables() -> dict[str, Tensor]:
             return {name: gathered_table(each, process).clone() for name, each in tables_of(state.model).items()}
