@@ -1,10 +1,12 @@
-"""What users write: names that may be misspelt, and counts such as 64K in flags, in ``--set`` and in TOML files."""
+"""What users write: names that may be misspelt, counts such as 64K, and checks of values of flags and of TOML files."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from math import inf
+from typing import Any
 
-from cowrec.errors import UserError
+from cowrec.errors import SettingError, UserError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -38,3 +40,37 @@ def hint(name: str, known: Iterable[str], otherwise: str = "known") -> str:
     known = list(known)
     nearest = nearest_name(name, known)
     return f"{otherwise}: {', '.join(known)}" if nearest is None else f"did you mean {nearest!r}?"
+
+
+def require(key: str, value: Any, fits: bool, what: str, *others: str) -> None:
+    """Raises SettingError, with the key and the value, unless the value fits.
+
+    Args:
+        what: names the values that fit.
+        others: keys on whose values that depends.
+    """
+    if not fits:
+        raise SettingError(f"{key} must be {what}, got {value!r}", key, *others)
+
+
+def require_at_least(section: str, config: Any, keys: str, least: int = 0) -> None:
+    """Raises SettingError unless values of a section, keys with spaces between, are at least ``least`` and finite."""
+    for key in keys.split():
+        value = getattr(config, key)
+        finite = " and finite" if isinstance(value, float) else ""
+        fits = value is None or (not isinstance(value, str) and least <= value < inf)
+        require(f"{section}.{key}", value, fits, f"at least {least}{finite}")
+
+
+def require_choices(flag: str, values: Sequence[Any], known: Collection[Any]) -> None:
+    """Raises UserError unless a flag has one value, or several different ones, all of which are known."""
+    if unknown := [each for each in values if each not in known]:
+        raise UserError(f"{flag} {unknown[0]!r} is not known; known: {', '.join(map(str, known))}")
+    if not values or len(set(values)) < len(values):
+        raise UserError(f"{flag} needs one value or several different ones, got {list(values)}")
+
+
+def require_known(key: str, value: str, known: Collection[str]) -> None:
+    """Raises SettingError for a value of ``key`` that is not known."""
+    if value not in known:
+        raise SettingError(f"{key} = {value!r} is not known; {hint(value, known)}", key)

@@ -10,9 +10,9 @@ import torch
 
 from cowrec.errors import UserError
 from cowrec.models import ModelConfig, require_model
+from cowrec.names import require, require_choices
 from cowrec.sparse_opt import AdamConfig
 
-from ..config.checks import require, require_choices
 from ..config.run import RunConfig, load_config, with_values
 from ..config.sections import TrainConfig
 

@@ -47,12 +47,12 @@ def bench(
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
     from cowrec.files import require_target
+    from cowrec.names import require_choices
 
     from ..bench.bench import bench as run
     from ..bench.mlperf import BATCH_SIZE_OF_GPU
     from ..bench.settings import Bench
     from ..bench.table import table
-    from ..config.checks import require_choices
     from ..runtime.errors import ProcessFailed
 
     require_choices("--preset", [preset], _PRESETS)

@@ -226,8 +226,7 @@ def stream(
     from cowrec.data_pipeline.streams.directory import DirectorySink, send
     from cowrec.data_pipeline.synthetic.drifting import drift_config, drifting_tables
     from cowrec.files import locked_folder
-
-    from ..config.checks import require
+    from cowrec.names import require
 
     require("--days", days, 0 <= days < inf, "at least 0 and finite")
     require("--skip-days", skip_days, skip_days is None or 0 <= skip_days < inf, "at least 0 and finite")

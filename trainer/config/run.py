@@ -16,13 +16,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from cowrec.data_pipeline import PrepareConfig
 from cowrec.data_pipeline.preparation.config import plain_value, prepared_with
-from cowrec.errors import UserError
+from cowrec.errors import SettingError, UserError
 from cowrec.files import replace_file
 from cowrec.models import ModelConfig, loss_of, require_model
 from cowrec.models.own_code import is_import_path, require_beside, search_also
 from cowrec.names import nearest_name, parse_count
 
-from .checks import SettingError
 from .sections import (
     AUTO_BATCH,
     CheckpointConfig,

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
-from cowrec.errors import UserError
-from cowrec.names import hint
+from cowrec.errors import SettingError, UserError
+from cowrec.names import hint, require, require_at_least, require_known
 from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule, NoClip
-
-from .checks import SettingError, require, require_at_least, require_known
 
 AUTO_BATCH = -1
 """`train.batch_size = "auto"`."""

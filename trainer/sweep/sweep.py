@@ -16,9 +16,9 @@ import torch
 
 from cowrec.data_pipeline import Schema
 from cowrec.errors import UserError
+from cowrec.names import require, require_choices
 from cowrec.sparse_opt import SCALING_RULES
 
-from ..config.checks import require, require_choices
 from ..config.run import RunConfig, with_values
 from ..measures.clip_metrics import HARDLY_ANY
 from ..reports.text_table import speed_text

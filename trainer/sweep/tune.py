@@ -23,8 +23,8 @@ from optuna.trial import Trial, TrialState, create_trial
 from cowrec.data_pipeline import Schema
 from cowrec.errors import UserError
 from cowrec.files import read_lines
+from cowrec.names import require
 
-from ..config.checks import require
 from ..config.run import RunConfig, load_config, save_config, with_values
 from ..reports.text_table import number_text
 from ..runs.checkpoint import best_epoch
