@@ -202,7 +202,10 @@ def test_backwards_of_one_forward_are_warned_of_and_not_accumulated(optimizer: s
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("with_grad", "passes"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+@pytest.mark.parametrize(
+    ("with_grad", "passes"),
+    [(True, 2), *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((False, 1), (True, 1), (False, 2)))],
+)
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_evaluation_in_another_thread_changes_no_bit(optimizer: str, with_grad: bool, passes: int) -> None:
     """A new thread computes gradients unless it is told not to."""
