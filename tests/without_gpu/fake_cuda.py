@@ -4,6 +4,7 @@ Fake tensors have shapes, types and devices but no values: code that waits for a
 operators on tensors of several devices. :func:`run_with_guard` makes backward passes possible.
 """
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -31,17 +32,23 @@ from cowrec.trainer.training.pipeline import SequentialSteps
 from device_watch import site
 
 
-def build_guard(compiler: str, folder: Path) -> Path:
-    """Compiles the library for the installed torch."""
+def build_guard(compiler: str) -> Path:
+    """Compiles the library for the installed torch, once: it is kept in the folder ``build``."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    library = folder / "fake_cuda_guard.so"
-    command = [compiler, "-shared", "-fPIC", "-std=c++20", "-w", str(Path(__file__).with_name("fake_cuda_guard.cpp"))]
+    source = Path(__file__).with_name("fake_cuda_guard.cpp")
+    key = hashlib.sha256(f"{torch.__version__} {compiler} ".encode() + source.read_bytes()).hexdigest()[:16]
+    kept = Path(__file__).parents[2] / "build" / f"fake_cuda_guard_{key}.so"
+    if kept.exists():
+        return kept
+    kept.parent.mkdir(exist_ok=True)
+    library = kept.with_suffix(f".{os.getpid()}.partial")
+    command = [compiler, "-shared", "-fPIC", "-std=c++20", "-w", str(source)]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-o", str(library)]
     command += [f"-I{path}" for path in include_paths()]
     command += [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     subprocess.run([*command, "-ltorch_cpu", "-lc10"], check=True, timeout=3600)
-    return library
+    return library.replace(kept)
 
 
 def run_with_guard(library: Path, module: str, input: str) -> str:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -80,12 +79,12 @@ class Report:
     waits: list[str] = field(default_factory=list)  # what reads sizes from the device, as several processes must
 
 
-def reports(cases: Mapping[str, Case], folder: Path) -> dict[str, Report]:
+def reports(cases: Mapping[str, Case]) -> dict[str, Report]:
     """Takes the cases' steps in a process of its own; skips the test where that is impossible."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         pytest.skip(f"the compiler {compiler} is not installed; it builds the device guard that fake tensors need")
-    library = build_guard(compiler, folder)
+    library = build_guard(compiler)
     printed = run_with_guard(library, "fake_training", json.dumps([asdict(case) for case in cases.values()]))
     found = json.loads(printed.splitlines()[-1])
     return {name: Report(**report) for name, report in zip(cases, found, strict=True)}

@@ -89,7 +89,7 @@ OF_RANKS = {
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     def take(folder: Path) -> None:
-        (folder / "reports.pickle").write_bytes(pickle.dumps(reports(CASES | OF_RANKS, folder)))
+        (folder / "reports.pickle").write_bytes(pickle.dumps(reports(CASES | OF_RANKS)))
 
     folder = made_once(tmp_path_factory, "fake_steps", take)
     found: dict[str, Report] = pickle.loads((folder / "reports.pickle").read_bytes())
