@@ -23,9 +23,9 @@ def unreadable_rows(table: pa.Table) -> dict[int, tuple[str, str]]:
     """
     invalid = require_offsets(table)
     found: dict[int, tuple[str, str]] = {}
-    for name in table.column_names:
+    for name, column in zip(table.column_names, table.columns, strict=True):
         start = 0
-        for chunk in table[name].chunks:
+        for chunk in column.chunks:
             for row, problem in _invalid(chunk, start, whole=name in invalid):
                 found.setdefault(row, (name, problem))
             start += len(chunk)
@@ -46,9 +46,9 @@ def require_offsets(table: pa.Table) -> list[str]:
             have after an interrupted copy, and whose use would crash the process.
     """
     invalid = []
-    for name in table.column_names:
+    for name, column in zip(table.column_names, table.columns, strict=True):  # names may be repeated
         try:
-            table[name].validate(full=True)
+            column.validate(full=True)
         except pa.ArrowInvalid as error:
             if "ffset" in str(error):
                 raise pa.ArrowInvalid(f"column {name}: {error}") from None
