@@ -39,7 +39,6 @@ class Process:
         local_world_size: processes on this machine.
         launched: torchrun started this process and will forward its signals; its end is taken as SIGTERM.
         timeout: longest wait for another process.
-        device_bytes: memory of the device, where it is planned for and not there.
     """
 
     rank: int
@@ -48,7 +47,6 @@ class Process:
     launched: bool
     device: torch.device
     timeout: timedelta = timedelta(minutes=10)
-    device_bytes: int | None = None
 
     @property
     def is_first(self) -> bool:

@@ -47,7 +47,7 @@ def sharding_plan(
 ) -> ShardingPlan:
     """Makes the plan for the model's EmbeddingBagCollection.
 
-    All ranks of a process group call together and get the same plan; without a group it is that of a future run.
+    All ranks of the process group call together and get the same plan.
 
     Args:
         config: memory of the tables, and the batch size that TorchRec's planner estimates with.
@@ -177,9 +177,7 @@ def _planned(
         constraints=constraints,
     )
     try:
-        if dist.is_initialized():
-            return planner.collective_plan(model, [sharder], dist.group.WORLD)
-        return planner.plan(model, [sharder])
+        return planner.collective_plan(model, [sharder], dist.group.WORLD)
     except PlannerError as error:
         reason = str(error).strip().partition("\n")[0].rstrip(" .")
         raise UserError(
@@ -195,11 +193,9 @@ def _kernel(config: RunConfig) -> str:
 
 def _memory_for_weights(config: RunConfig, process: Process) -> int | None:
     """Device memory for weights; the planner does not count EmbeddingAdam's two moments for each weight."""
-    memory = process.device_bytes
-    if memory is None:
-        if not torch.cuda.is_available():
-            return None
-        memory = torch.cuda.get_device_properties(process.device).total_memory
+    if not torch.cuda.is_available():
+        return None
+    memory = torch.cuda.get_device_properties(process.device).total_memory
     shares = config.optimizer.embedding == "adam" and config.sharding.memory == "device"
     return memory // 3 if shares else memory
 
