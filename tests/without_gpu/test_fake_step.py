@@ -7,7 +7,7 @@ number.
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +84,30 @@ OF_RANKS = {
     f"{plan}, rank {rank} of {world_size}": case(rank, world_size, sharding={"plan": plan})
     for plan, rank, world_size in (("auto", 0, 2), ("row_wise", 1, 2), ("column_wise", 1, 2), ("table_wise", 3, 4))
 }
+THOROUGH = ("row-wise Adagrad", "column_wise, rank 1 of 2", "table_wise, rank 3 of 4")
+"""Cases of the third tier."""
+
+
+def tiered(names: Iterable[str]) -> list[object]:
+    return [pytest.param(name, marks=pytest.mark.thorough) if name in THOROUGH else name for name in names]
 
 
 @pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+def taken(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Report]:
+    """Steps of the cases that this run of pytest has."""
+    here = (item for item in request.session.items if item.path == request.path)
+    collected = [item.callspec.params.values() for item in here if isinstance(item, pytest.Function)]
+
     def take(folder: Path) -> None:
-        (folder / "reports.pickle").write_bytes(pickle.dumps(reports(CASES | OF_RANKS)))
+        cases = {name: of for name, of in (CASES | OF_RANKS).items() if any(name in each for each in collected)}
+        (folder / "reports.pickle").write_bytes(pickle.dumps(reports(cases)))
 
     folder = made_once(tmp_path_factory, "fake_steps", take)
     found: dict[str, Report] = pickle.loads((folder / "reports.pickle").read_bytes())
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiered(CASES))
 def test_a_step_of_one_process(taken: dict[str, Report], name: str, record_property: Callable) -> None:
     """A step that waits or mixes devices ends with an error."""
     step, (most, most_captured) = taken[name], MOST_LAUNCHES[name]
@@ -114,7 +125,7 @@ def test_a_step_of_one_process(taken: dict[str, Report], name: str, record_prope
     assert not step.recompiled
 
 
-@pytest.mark.parametrize("rank", OF_RANKS)
+@pytest.mark.parametrize("rank", tiered(OF_RANKS))
 def test_ranks_mix_no_devices_and_wait_only_for_sizes(taken: dict[str, Report], rank: str) -> None:
     step = taken[rank]
     assert not step.error, step.error

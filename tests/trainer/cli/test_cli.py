@@ -167,7 +167,8 @@ def test_prepare_train_evaluate_predict(cowrec: Cowrec, folder: Path, empty: Pat
     assert len(by_city["by"]["city"]["largest"]) == 2
     tables = quality_tables(by_city)
     assert re.search(rf"^auc +{report['auc']:.4f}$", tables, re.MULTILINE)
-    assert re.search(r"\n\nGAUC by city: [-.\d]+ over \d+ of \d+ groups\ncity +rows +ctr +auc ", tables)
+    ranked = r"GAUC [-.\d]+  NDCG [-.\d]+  MRR [-.\d]+  by city: \d+ of \d+ groups have both classes"
+    assert re.search(rf"\n\n{ranked}\ncity +rows +ctr +auc ", tables)
     predicted = cowrec("predict", made, "--data", data, "-o", "p.parquet")
     assert predicted[:2] == (0, f"p.parquet: {report['epochs'][0]['rows']} rows\n")
 
