@@ -23,6 +23,7 @@ from cowrec.sparse_opt.kernels.layout import (
     DECAY_INTERVAL,
     AdamRows,
     AdamState,
+    BagsOfLookup,
     DeviceSteps,
     LookupBackward,
     LookupBags,
@@ -34,7 +35,6 @@ from cowrec.sparse_opt.kernels.torch_rows import RowSums, exact_root, find_rows,
 from cowrec.sparse_opt.lookups.row_backends import NumbaRows, RowBackend, TorchRows, TritonRows
 from cowrec.sparse_opt.lookups.statistics import ClipStatistics
 from cowrec.sparse_opt.optim.replay import StepHistory, decay_thresholds, log_beta2
-from cowrec.sparse_opt.tbe.bags import BagsOfLookup
 from cowrec.trainer.bench.measurement import last_steps
 
 CONFIG = AdamConfig(lr=1e-3, l2=1e-4, eps=1e-7, adam_epsilon="keras", absent_rows="replay")

@@ -101,8 +101,8 @@ def attach_cowclip(
             each.compile(lambda rows, nothing: rows.clipped_output_grad(nothing, l2))
         else:
             each.compile(lambda rows, nothing: rows.id_factors(nothing))
-    checks = {each: UpdateCheck(each, verify) for each in lookups}
-    return LookupsHandle(inventory, lookups, _Clip(single_id_bags, l2, loss_scale, checks).look_up)
+    look_up = {each: _Clip(each, single_id_bags, l2, loss_scale, UpdateCheck(each, verify)).look_up for each in lookups}
+    return LookupsHandle(inventory, lookups, look_up)
 
 
 def _require_single_id_bags(lookups: Sequence[WrappedLookup], clips_columns: bool, l2: float) -> None:
@@ -136,22 +136,24 @@ def _require_float32_outputs(
 
 @dataclass(frozen=True)
 class _Clip:
-    """The clip of a model's lookups.
+    """The clip of a lookup.
 
     Attributes:
+        wrapped: the lookup.
         single_id_bags, l2: as in :func:`attach_cowclip`.
         loss_scale: scale of the loss.
-        checks: the check that runs after each step, by lookup.
+        check: the check that runs after a step.
     """
 
+    wrapped: WrappedLookup
     single_id_bags: bool
     l2: float
     loss_scale: LossScale
-    checks: Mapping[WrappedLookup, UpdateCheck]
+    check: UpdateCheck
 
-    def look_up(self, wrapped: WrappedLookup, forward: Forward, inputs: Inputs) -> Tensor:
-        """Forward of a lookup, whose backward is clipped."""
-        lookup, bags = wrapped.lookup, wrapped.bags.of(inputs)
+    def look_up(self, forward: Forward, inputs: Inputs) -> Tensor:
+        """Forward of the lookup, whose backward is clipped."""
+        wrapped, lookup, bags = self.wrapped, self.wrapped.lookup, self.wrapped.bags.of(inputs)
         if lookup.has_dense_gradient:
             if self.single_id_bags:
                 require_single_ids(bags, inputs.get("per_sample_weights"))
@@ -162,38 +164,33 @@ class _Clip:
                     f"table {lookup.shards[0].name!r} has outputs in half precision, whose gradient cannot hold that of"
                     " an unscaled loss over several passes; set output_dtype to float32, or accumulate(1)"
                 )
-            strategy = ReplacedUpdate(partial(self._take_accumulated_step, wrapped, forward))
+            strategy = ReplacedUpdate(partial(self._take_accumulated_step, forward))
         else:
-            return self._look_up_clipped(wrapped, forward, bags, inputs, self.loss_scale)
+            return self._look_up_clipped(forward, bags, inputs, self.loss_scale)
         output = lookup.look_up_uncounted(forward, inputs)
         return look_up_replaced(output, wrapped, bags, inputs, strategy, self.loss_scale)
 
     def _look_up_clipped(
-        self,
-        wrapped: WrappedLookup,
-        forward: Forward,
-        bags: LookupBags,
-        inputs: Inputs,
-        loss_scale: LossScale | None,
+        self, forward: Forward, bags: LookupBags, inputs: Inputs, loss_scale: LossScale | None
     ) -> Tensor:
         return look_up_rescaled(
             forward,
-            wrapped,
+            self.wrapped,
             bags,
             inputs,
             single_id_bags=self.single_id_bags,
             l2=self.l2,
-            check=self.checks[wrapped].of_forward,
+            check=self.check.of_forward,
             loss_scale=loss_scale,
         )
 
-    def _take_accumulated_step(self, wrapped: WrappedLookup, forward: Forward, backward: LookupBackward) -> None:
+    def _take_accumulated_step(self, forward: Forward, backward: LookupBackward) -> None:
         """Looks up all ids of a step again, and takes the step in the backward of that."""
         bags = backward.bags
-        offsets = bags.blocks.first_bag if wrapped.lookup.is_sequence else bags.offsets
+        offsets = bags.blocks.first_bag if self.wrapped.lookup.is_sequence else bags.offsets
         inputs = {"indices": bags.indices, "offsets": offsets}
         if backward.id_weights is not None:
             inputs["per_sample_weights"] = backward.id_weights
         with torch.enable_grad():
-            output = self._look_up_clipped(wrapped, forward, bags, inputs, None)
+            output = self._look_up_clipped(forward, bags, inputs, None)
         output.backward(backward.output_grad.to(output.dtype))

@@ -3,14 +3,20 @@
 The tuples hold torch tensors, or numpy arrays on the same memory for numba; :func:`to_numpy` converts them.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from cowrec.errors import UserError
 
 from ..algorithm.adam import AdamConstants, AdamScalars, FtrlConstants
 
+_MOST_SIZES = 64
+"""Batch sizes whose blocks a lookup keeps."""
 DECAY_INTERVAL = 32
 """Rows are checked for decay after steps that are multiples of it (see numba_replay.py)."""
 
@@ -73,6 +79,87 @@ class LookupBags(NamedTuple):
     offsets: Tensor
     blocks: Blocks
     size: int
+
+
+class BagsOfLookup:
+    """Finds where the bags of a lookup's forward passes have their outputs.
+
+    Args:
+        feature_table: table of each feature, [T]; the features of a table are neighbours.
+        dims: columns of each table.
+        is_sequence: whether rows are not pooled; all tables then have the same columns.
+    """
+
+    def __init__(
+        self, feature_table: Sequence[int], dims: Sequence[int], device: torch.device, *, is_sequence: bool = False
+    ):
+        self._tables, self._num_tables = np.array(feature_table), len(dims)
+        self._dims, self._device, self.is_sequence = np.array(dims)[self._tables], device, is_sequence
+        self._pooled: dict[int, tuple[Blocks, int]] = {}
+
+    def of(self, inputs: Mapping[str, Any]) -> LookupBags:
+        """Ids of a forward pass, from its keyword arguments: ``indices``, ``offsets`` and, under a variable batch size,
+        ``batch_size_per_feature_per_rank``.
+
+        Raises:
+            ValueError: several lookups write into one output.
+        """
+        if inputs.get("vbe_output") is not None:
+            raise UserError(
+                "under a variable batch size per feature, tables that are looked up separately write into one output,"
+                " whose gradient cannot be told apart; give all tables of the collection the same pooling, data type"
+                " and fused_params, or one collection for each"
+            )
+        indices, offsets = inputs["indices"], inputs["offsets"]
+        if self.is_sequence:
+            return self._sequences(indices, offsets)
+        if (sizes := inputs.get("batch_size_per_feature_per_rank")) is not None:
+            # FBGEMM's output has the bags of the first rank, feature by feature, then those of the next.
+            return LookupBags(indices, offsets, *self._blocks_of_ranks(np.array(sizes, np.int64)))
+        return LookupBags(indices, offsets, *self._pooled_blocks((len(offsets) - 1) // len(self._dims)))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The blocks of the batch sizes so far, which a CUDA graph must hold as long as it is replayed."""
+        return tuple(each for blocks, _ in self._pooled.values() for each in blocks)
+
+    def _pooled_blocks(self, size: int) -> tuple[Blocks, int]:
+        """Blocks of batches of ``size`` samples, and the elements of their output; made once for each size."""
+        if size not in self._pooled:
+            if len(self._pooled) == _MOST_SIZES:
+                self._pooled.clear()
+            features, width = len(self._dims), int(self._dims.sum())
+            address, stride = self._dims.cumsum() - self._dims, np.full(features, width)
+            blocks = self._blocks(self._tables, np.arange(features + 1) * size, address, stride)
+            self._pooled[size] = blocks, size * width
+        return self._pooled[size]
+
+    def _blocks_of_ranks(self, sizes: np.ndarray) -> tuple[Blocks, int]:
+        elements = sizes * self._dims[:, None]
+        ends = elements.T.cumsum().reshape(elements.T.shape).T
+        first_bag = np.concatenate([[0], sizes.ravel().cumsum()])
+        tables, dims = (np.repeat(each, sizes.shape[1]) for each in (self._tables, self._dims))
+        return self._blocks(tables, first_bag, (ends - elements).ravel(), dims), int(elements.sum())
+
+    def _sequences(self, indices: Tensor, offsets: Tensor) -> LookupBags:
+        """Every id is a bag; the features' first ones stay on the device."""
+        size, dim = (len(offsets) - 1) // len(self._dims), int(self._dims[0])
+        first_bag = (
+            offsets[::size].long().contiguous() if size else offsets.new_zeros(len(self._dims) + 1, dtype=torch.int64)
+        )
+        blocks = self._pooled_blocks(0)[0]._replace(
+            first_bag=first_bag, address=first_bag[:-1] * dim, stride=torch.full_like(first_bag[:-1], dim)
+        )
+        each = torch.arange(indices.numel() + 1, device=indices.device)
+        return LookupBags(indices, each, blocks, indices.numel() * dim)
+
+    def _blocks(self, tables: np.ndarray, first_bag: np.ndarray, address: np.ndarray, stride: np.ndarray) -> Blocks:
+        first_block = np.searchsorted(tables, np.arange(self._num_tables + 1))
+        packed = torch.from_numpy(np.concatenate([tables, first_block, first_bag, address, stride]))
+        if self._device.type == "cuda":
+            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        blocks = len(tables)
+        return Blocks(*packed.split([blocks, self._num_tables + 1, blocks + 1, blocks, blocks]))
 
 
 class LookupIds(NamedTuple):

@@ -1,7 +1,7 @@
 """Attachment to the lookups of a model: their forwards are replaced until the handle removes it."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from threading import get_ident
@@ -13,16 +13,17 @@ from torch import Tensor, compiler, nn
 from cowrec.errors import UserError
 
 from ..kernels.torch_rows import parts_of_positions
-from ..tbe.collection import is_pruned, leave_ddp, lookup_modules
+from ..tbe.collection import is_pruned, leave_ddp
 from ..tbe.inventory import ModelInventory
+from ..tbe.lookup import lookup_modules
 from ..tbe.plan import ShardedCollection
 from .backward import Forward
 from .row_backends import Inputs
 from .statistics import TableStats
 from .wrapped_lookup import WrappedLookup
 
-LookUp: TypeAlias = Callable[[WrappedLookup, Forward, Inputs], Tensor]
-"""Forward of a wrapped lookup: (lookup, its own forward, keyword arguments of that) -> output."""
+LookUp: TypeAlias = Callable[[Forward, Inputs], Tensor]
+"""New forward of a lookup: (its own forward, keyword arguments of that) -> output."""
 
 _ATTACHED = "cowrec_attached"
 """Attribute of an attached collection, a function that returns the handle: two attachments would clip twice."""
@@ -38,7 +39,7 @@ class LookupsHandle:
     Args:
         inventory: of the model, none of whose collections is attached.
         lookups: its lookups on this rank.
-        look_up: their new forward.
+        look_up: the new forward of each.
         evicted: called with a lookup, the number of a table in it, and its rows that managed collision gives to new
             ids, int64 [n].
     """
@@ -47,7 +48,7 @@ class LookupsHandle:
         self,
         inventory: ModelInventory,
         lookups: Sequence[WrappedLookup],
-        look_up: LookUp,
+        look_up: Mapping[WrappedLookup, LookUp],
         evicted: Callable[[WrappedLookup, int, Tensor], None] = lambda *_: None,
     ):
         self._lookups, self._undo, self._warned = list(lookups), list[Callable[[], None]](), False
@@ -65,7 +66,7 @@ class LookupsHandle:
         for each in lookups:
             if each.lookup.collection not in pruned:
                 self._undo.append(each.lookup.follow_evictions(partial(_forget, each, evicted)))
-            self._undo.append(_wrap(each, look_up))
+            self._undo.append(_wrap(each, look_up[each]))
 
     def stats(self) -> dict[str, TableStats]:
         """Statistics of each table, over the rows that this process holds. Waits for the device, once.
@@ -242,7 +243,7 @@ def _wrap(wrapped: WrappedLookup, look_up: LookUp) -> Callable[[], None]:
     own = vars(module).get("forward")  # a wrapper of the user
 
     def replaced(**inputs: Any) -> Tensor:
-        return look_up(wrapped, forward, _with_weights_of_means(inputs) if is_mean else inputs)
+        return look_up(forward, _with_weights_of_means(inputs) if is_mean else inputs)
 
     def undo() -> None:
         if own is None:

@@ -44,7 +44,6 @@ from ..kernels.torch_rows import (
     with_sums,
     with_weights,
 )
-from ..tbe.bags import raise_bad_id
 from ..tbe.column_shards import ColumnShards
 from ..tbe.lookup import TbeLookup
 from .rules import TableLimits
@@ -176,7 +175,7 @@ class NumbaRows:
             id_weights = _NO_WEIGHTS if backward.id_weights is None else backward.id_weights.float().numpy()
             common = (layout, bags, id_weights, backward.output_grad.float().contiguous().view(-1).numpy())
             bad, sums = zip(*in_threads([partial(kernels.sum_rows, each, *common) for each in groups]), strict=True)
-            raise_bad_id(self._lookup, bad, bags.begins, bags.indices)
+            self._lookup.raise_bad_id(bad, bags.begins, bags.indices)
         ratios = kernels.Ratios(np.empty(len(bags.indices), np.float32), np.zeros(len(bags.begins) - 1, np.int64))
         arguments = (layout, bags, self._clips, ratios, *arguments)
         in_threads([partial(kernel, *each, *arguments) for each in zip(groups, sums, strict=True)])
@@ -193,7 +192,7 @@ class NumbaRows:
         # Rows that were marked before the bad id was found are caught up too: no row is lost.
         if found:
             self._replay(keys[:found], adam, steps)
-        raise_bad_id(self._lookup, bad, own.begins, own.indices)
+        self._lookup.raise_bad_id(bad, own.begins, own.indices)
 
     def pool(self, bags: LookupBags, inputs: Inputs, ids: LookupIds | None) -> tuple[Tensor | None, LookupIds | None]:
         if not self._lookup.pools_on_cpu or inputs.get("batch_size_per_feature_per_rank") is not None:

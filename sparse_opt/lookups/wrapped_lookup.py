@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from cowrec.errors import UserError
 
-from ..kernels.layout import LookupBackward
-from ..tbe.bags import BagsOfLookup, layout_of
+from ..kernels.layout import BagsOfLookup, LookupBackward
 from ..tbe.column_shards import ColumnShards, Groups, column_partners
 from ..tbe.lookup import TbeLookup
 from .row_backends import NumbaRows, RowBackend, TorchRows, TritonRows
@@ -52,7 +51,7 @@ class WrappedLookup:
         clip_columns: Mapping[str, int],
         groups: Groups | None = None,
     ):
-        self.lookup, self.layout, weights = lookup, layout_of(lookup), lookup.flat_weights()
+        self.lookup, self.layout, weights = lookup, lookup.layout(), lookup.flat_weights()
         dims = [shard.embedding_dim for shard in lookup.shards]
         self.bags = BagsOfLookup(lookup.feature_table, dims, weights.device, is_sequence=lookup.is_sequence)
         self.accumulation = Accumulation(self.bags)

@@ -6,6 +6,7 @@ FBGEMM's own Adam exists for CUDA only, updates the batch's rows only, and decay
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -129,7 +130,7 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
             self,
             inventory,
             wrapped,
-            lambda each, forward, inputs: adam_of[each].look_up(forward, inputs, loss_scale),
+            {adam.wrapped: partial(adam.look_up, loss_scale) for adam in self.lookups},
             lambda each, table, rows: adam_of[each].forget_rows(table, rows),
         )
         self._undo += restore

@@ -140,13 +140,13 @@ class LookupAdam:
         numbers = (self._step, scalars, self._log_beta2, self._clips_absent, self._ftrl)
         return AdamRows(self.state, self._constants, self._thresholds, self._device_steps, *numbers)
 
-    def look_up(self, forward: Forward, inputs: Inputs, loss_scale: LossScale) -> Tensor:
+    def look_up(self, loss_scale: LossScale, forward: Forward, inputs: Inputs) -> Tensor:
         """Forward of the lookup: its rows catch up and are looked up; the backward then updates them.
 
         Args:
+            loss_scale: scale of the loss.
             forward: FBGEMM's.
             inputs: its keyword arguments.
-            loss_scale: scale of the loss.
         """
         bags = self.wrapped.bags.of(inputs)
         with torch.no_grad():

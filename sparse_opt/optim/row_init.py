@@ -21,9 +21,8 @@ from ..id_tables.kernels.slots import COOLDOWN
 from ..id_tables.tables import NewRows
 from ..kernels.compiled import compiled
 from ..lookups.handle import attached_to
-from ..tbe.collection import lookup_modules
 from ..tbe.inventory import NO_ROWS, ModelInventory
-from ..tbe.lookup import TbeLookup
+from ..tbe.lookup import TbeLookup, lookup_modules
 from .embedding_adam import EmbeddingAdam
 from .lookup_adam import LookupAdam
 

@@ -18,11 +18,6 @@ _UPDATED_IN_BACKWARD = "_in_backward_optimizers"
 """Attribute by which ``torchrec.optim.optimizers.in_backward_optimizer_filter`` tells fused tables from others."""
 
 
-def lookup_modules(collection: ShardedCollection) -> list[nn.Module]:
-    """A collection's modules of lookups, one for each kind of sharding; TorchRec makes new ones when it reshards."""
-    return [each.module if isinstance(each, DistributedDataParallel) else each for each in collection._lookups]
-
-
 def device_of(collection: ShardedCollection) -> torch.device:
     """Device of a collection; the parameters of a rank without tables are placeholders on the CPU."""
     return torch.device(collection._device or "cpu")

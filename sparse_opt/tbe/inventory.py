@@ -25,8 +25,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from cowrec.errors import UserError
 from cowrec.names import hint
 
-from .collection import lookup_modules
-from .lookup import TbeLookup
+from .lookup import TbeLookup, lookup_modules
 from .plan import RankLookup, ShardedCollection, Table, lookups_of_ranks, process_group_of, table_of
 
 NO_ROWS = "a rank holds no row of it, nor of tables that are looked up with it; shard it table-wise"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, PoolingMode
@@ -18,10 +19,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
     WeightDecayMode,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
-from ..kernels.layout import LookupBags
+from cowrec.errors import UserError
+
+from ..kernels.layout import LookupBags, LookupLayout
 from .plan import ShardedCollection, Table, lookups_of_ranks, process_group_of
 
 
@@ -301,8 +305,36 @@ class TbeLookup:
         start = self.weight_offsets[table]
         return flat[start : start + shard.rows * shard.embedding_dim].view(shard.rows, shard.embedding_dim)
 
+    def layout(self) -> LookupLayout:
+        """Computes the geometry of the tables, on their device."""
+        weights = self.flat_weights()
+        rows = [shard.rows for shard in self.shards]
+        dims = [shard.embedding_dim for shard in self.shards]
+        columns = (rows, dims, self.weight_offsets, np.cumsum([0, *rows[:-1]]))
+        rows_of, dim_of, start, first_row = (
+            torch.as_tensor(values, dtype=torch.int64, device=weights.device) for values in columns
+        )
+        return LookupLayout(
+            rows_of, dim_of, start, first_row, max(dims), size=weights.numel(), tables=len(rows), num_rows=sum(rows)
+        )
+
+    def raise_bad_id(self, bad: Sequence[int], begins: np.ndarray, indices: np.ndarray) -> None:
+        """Raises ValueError for the first offset in ``indices`` that a kernel found outside its table; -1 is none."""
+        for offset in bad:
+            if offset >= 0:
+                shard = self.shards[int(np.searchsorted(begins, offset, side="right")) - 1]
+                raise UserError(
+                    f"id {int(indices[offset])} is outside table {shard.name!r}, which holds {shard.rows} rows here; "
+                    "map ids into [0, num_embeddings) before the lookup"
+                )
+
 
 def _shard_of(table: Table, config: Any, weights: Tensor) -> TableShard:
     first_row, first_column = config.local_metadata.shard_offsets if config.local_metadata is not None else (0, 0)
     rows, columns = weights.shape
     return TableShard(table, rows, first_row, columns, first_column, config.embedding_dim)
+
+
+def lookup_modules(collection: ShardedCollection) -> list[nn.Module]:
+    """A collection's modules of lookups, one for each kind of sharding; TorchRec makes new ones when it reshards."""
+    return [each.module if isinstance(each, DistributedDataParallel) else each for each in collection._lookups]

@@ -36,8 +36,8 @@ from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.models import build_model
 from cowrec.sparse_opt.clipping.update_check import UpdateCheck
+from cowrec.sparse_opt.kernels import layout
 from cowrec.sparse_opt.optim.graphed_steps import GraphedSteps
-from cowrec.sparse_opt.tbe import bags
 from cowrec.trainer.config.run import config_from, with_defaults
 from cowrec.trainer.runs.checkpoint import _CpuStager
 from cowrec.trainer.runtime.processes import Process
@@ -199,7 +199,7 @@ class _Run:
         """Places of the captured graph whose memory is gone, after steps of other sizes have taken place."""
         read, self._graph = self._reads.read, _Record([], [])
         self._state.model.eval()
-        with torch.no_grad(), patch.object(bags, "_MOST_SIZES", 1):
+        with torch.no_grad(), patch.object(layout, "_MOST_SIZES", 1):
             for size in (self._size // 2, self._size // 4):
                 self._state.pipeline.progress(iter([next(self._epoch(size))]))
         self._launches.clear()

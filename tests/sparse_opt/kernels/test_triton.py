@@ -15,6 +15,7 @@ from cowrec.sparse_opt import AdamConfig
 from cowrec.sparse_opt.algorithm.adam import adam_constants
 from cowrec.sparse_opt.kernels.layout import (
     AdamState,
+    BagsOfLookup,
     DecayThresholds,
     DeviceSteps,
     LookupBags,
@@ -27,7 +28,6 @@ from cowrec.sparse_opt.kernels.layout import (
 from cowrec.sparse_opt.kernels.numba_replay import replay_clipped_rows, replay_rows
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds, find_rows
 from cowrec.sparse_opt.optim.replay import StepHistory
-from cowrec.sparse_opt.tbe.bags import BagsOfLookup
 from process_groups import process_group
 from random_problems import drawing, training
 from random_problems.drawing import Collection, Table
@@ -277,9 +277,9 @@ def compare_far() -> None:
 
     The large table is in sparse files, of which only the touched pages exist.
     """
+    from cowrec.sparse_opt.kernels.layout import BagsOfLookup
     from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
     from cowrec.sparse_opt.kernels.triton_rows import DeviceRows, find_rows_on_device
-    from cowrec.sparse_opt.tbe.bags import BagsOfLookup
 
     config, rng, near_rows = AdamConfig(lr=1e-2, l2=1e-3), np.random.default_rng(0), 8
     indices = torch.tensor([1, 7, 7, 0, 3, 7])

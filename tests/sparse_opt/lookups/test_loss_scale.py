@@ -18,9 +18,8 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, FieldClip, attach_cowclip
-from cowrec.sparse_opt.kernels.layout import LookupBackward
+from cowrec.sparse_opt.kernels.layout import BagsOfLookup, LookupBackward
 from cowrec.sparse_opt.lookups.backward import LossScale
-from cowrec.sparse_opt.tbe.bags import BagsOfLookup
 from process_groups import in_processes, process_group
 from random_problems.drawing import Problem, small_problem
 from random_problems.training import assert_equal, batch_of, dense_optimizer, sharded_model, state_of
