@@ -75,7 +75,7 @@ class LookupsHandle:
         first steps by ``verify`` of :func:`attach_cowclip`.
 
         Raises:
-            UserError: on CUDA, where no step waits for the device: ids of earlier steps were outside their tables.
+            ValueError: on CUDA, where no step waits for the device: ids of earlier steps were outside their tables.
         """
         if not self._lookups:
             return {}
@@ -107,7 +107,7 @@ class LookupsHandle:
             Shares in [0, 1] by scale, by table name; 0 without rows.
 
         Raises:
-            UserError: a scale is out of range.
+            ValueError: a scale is out of range.
         """
         for scale in scales:
             if not 1e-7 <= scale <= 1e7:
@@ -136,7 +136,7 @@ class LookupsHandle:
         A row that managed collision gives to a new id meanwhile is left out of the passes that wait.
 
         Raises:
-            UserError: ``passes`` is below 1, or several under TorchRec's ITEP.
+            ValueError: ``passes`` is below 1, or several under TorchRec's ITEP.
         """
         if passes < 1:
             raise UserError(f"accumulate takes at least 1 backward pass, got {passes}")

@@ -145,7 +145,7 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
         """Learning rate of the next step, in ``param_groups``.
 
         Raises:
-            UserError: it is negative or not finite, or replay has set rows to rest that would move under so high a
+            ValueError: it is negative or not finite, or replay has set rows to rest that would move under so high a
                 rate; here and when the backward pass takes the step.
         """
         return self.collections[0].lr
@@ -202,7 +202,7 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
         """Loads a state that is sharded like this optimizer's.
 
         Raises:
-            UserError: a table or entry is missing or of another size; or the state was taken within :meth:`as_stored`
+            ValueError: a table or entry is missing or of another size; or the state was taken within :meth:`as_stored`
                 and is loaded elsewhere, or the reverse.
         """
         for each in self.collections:

@@ -99,7 +99,7 @@ class ModelInventory:
 
         Raises:
             TypeError: names is a string, which would be taken for a list of letters.
-            UserError: the model does not have a table; tells the nearest.
+            ValueError: the model does not have a table; tells the nearest.
         """
         if isinstance(names, str):
             raise TypeError(f"{argument} must be a list of table names, got {names!r}; write [{names!r}]")
