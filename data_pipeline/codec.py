@@ -35,6 +35,7 @@ from .raw.columns import SampleColumns
 from .raw.kinds import RawType, read_fields
 from .raw.layouts import Layout, RawField, RawLabel
 from .raw.parsing import Parsed
+from .raw.times import RawTime
 from .raw.validity import unreadable_rows, without_rows
 
 if TYPE_CHECKING:
@@ -139,28 +140,27 @@ class SampleCodec:
 
     def __init__(self, schema: Schema, layout: Layout, encoder: Encoder) -> None:
         self.schema, self._layout, self._encoder = schema, layout, encoder
-        self._time = layout.time or TIME
+        self._time = layout.time or RawTime((TIME,))
         self.source_columns = {field.name: field.column for field in layout.fields}
         along = [field for field in layout.fields if field.along]
         self.together = [{field.column, self.source_columns[field.along]} for field in along]
-        self.together += [{field.column, self._time} for field in layout.ages]
+        self.together += [{field.column, *self._time.columns} for field in layout.ages]
         self._fields = dict[tuple[str, RawType], list[str]]()
         of_columns = dict[str, list[RawType]]()
         for field in layout.fields:
             self._fields.setdefault((field.column, RawType.of(field)), []).append(field.name)
             of_columns.setdefault(field.column, []).append(RawType.of(field))
         types = {column: RawType.of_all(each) for column, each in of_columns.items()}
-        time = RawType("time" if layout.time_format == "timestamp" else "id")
-        if layout.ages:
-            types.setdefault(self._time, time)
+        times = dict.fromkeys(self._time.columns, RawType("id" if self._time.format else "time"))
+        types = times | types if layout.ages else types
         self.columns, self._features = tuple(types), dict(types)
         # A number and an id of one value are the same in a request as in a column; a list and another kind are not.
         mixed = [each for each in of_columns.values() if len(set(each)) > 1]
         mixed_lists = any({each.kind for each in types} - {"number", "id"} for types in mixed)
         row_numbers = any(field.encoding == "synthetic" for field in schema.sparse)
-        self._in_columns = mixed_lists or bool(layout.ages) or row_numbers
+        self._in_columns = mixed_lists or bool(layout.ages) or row_numbers or any(field.part for field in layout.fields)
         types.setdefault(SAMPLE_ID, RawType("id"))
-        types.setdefault(self._time, time)
+        types = times | types
         for label in layout.labels:
             types.setdefault(label.column, RawType("label"))
         self._types = types
@@ -269,11 +269,11 @@ class SampleCodec:
         raw_label = self._layout.labels[0]
         if training:
             self.require_trainable()
-            require_columns([raw_label.column, self._time], samples.table.column_names)
+            require_columns([raw_label.column, *self._time.columns], samples.table.column_names)
             label = columns.labels(raw_label, required=True)
-            time = since = columns.times(self._time, self._layout.time_format)
+            time = since = columns.times(self._time)
         elif self._layout.ages:
-            since = columns.known_times(self._time, self._layout.time_format)
+            since = columns.known_times(self._time)
         has_ids = SAMPLE_ID in samples.table.column_names
         sample_ids = columns.texts(SAMPLE_ID) if has_ids else pa.nulls(count, pa.string()).fill_null("")
         rows = {field.name: field.num_embeddings for field in self.schema.sparse if field.encoding == "synthetic"}

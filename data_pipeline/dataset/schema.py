@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from cowrec.errors import UserError
 from cowrec.files import replace_file
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SCHEMA_FILE, VOCABULARY_FOLDER = "schema.json", "vocabulary"
 LABEL = "label"
 TIME = "time"

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-import pyarrow as pa
-
 from ..raw.layouts import RawKind
-from ..raw.values import DATE_DIGITS, EXACT_INTEGERS, LOOKS_MISSING, NUMBER_PATTERN, as_times
+from ..raw.values import EXACT_INTEGERS, LOOKS_MISSING, NUMBER_PATTERN
 from .names import AMOUNT_NAME, ID_NAME, TIME_NAME, WEIGHT_NAMES
+from .times import TimeForm, form_of
 
 SEPARATORS = "|;,^ "
 SPACED = (", ", "; ")
@@ -197,18 +196,9 @@ class Column:
         return JoinedList("multi", {"separator": separator}, len(parts), len(self.distinct) / len(parts), odd)
 
     @cached_property
-    def dated(self) -> bool:
-        """True if all values are dates as digits."""
-        return all(DATE_DIGITS.fullmatch(text) for text in self.distinct)
-
-    @cached_property
-    def are_times(self) -> bool:
-        """True if `prepare` reads all values as times; numbers are Unix seconds."""
-        return not as_times(pa.array(list(self.distinct), pa.string()), "timestamp")[1].any()
-
-    def is_between(self, least: float, largest: float) -> bool:
-        """True if all values are numbers between these."""
-        return len(self.numbers) == len(self.distinct) and min(self.numbers) > least and max(self.numbers) < largest
+    def time_form(self) -> TimeForm | None:
+        """How all known values are times; None if they are not."""
+        return form_of(self.distinct, named=self.named_time) if self.said in ("", "time") else None
 
 
 @dataclass(frozen=True)
@@ -243,8 +233,9 @@ RULES = (
     Rule("type that is not read", lambda c: c.said not in ("", "time", "id"), "", "{c.said}"),
     Rule("bytes", lambda c: c.values and c.values[0] is None, "", "bytes that are not UTF-8"),
     Rule("index", lambda c: re.fullmatch(r"__index_level_[0-9]+__", c.name), "", "the index of a pandas data frame"),
-    Rule("times", lambda c: c.said == "time" and c.known and c.missing <= MOST_MISSING, "", "a time"),
-    Rule("times of few rows", lambda c: c.said == "time", "", "a time that many rows do not have"),
+    Rule("times", lambda c: c.time_form and c.missing <= MOST_MISSING, "", "a time"),
+    Rule("times of few rows", lambda c: c.time_form or (c.said == "time" and c.count > 1), "",
+         "a time that many rows do not have"),
     Rule("no value", lambda c: not c.known, "", "no value at all{c.scope}"),
     Rule("one value", lambda c: len(c.distinct) == 1, "", "one value only{c.scope}"),
     # Numbers.
@@ -303,9 +294,8 @@ def _has_pointed_ids(c: Column, rule: Rule) -> bool:
     return bool(of_ids and c.whole and all(text.endswith(".0") for text in c.whole))
 
 
-def _has_unread_dates(c: Column, _: Rule) -> bool:
-    texts = all(DATE_TEXT.match(text) for text in c.distinct)
-    return c.named_time and c.count > 1 and (c.dated or (texts and not c.are_times))
+def _has_unread_dates(c: Column, rule: Rule) -> bool:
+    return c.named_time and c.count > 1 and not c.time_form and all(DATE_TEXT.match(text) for text in c.distinct)
 
 
 REMARKS = (
@@ -319,9 +309,7 @@ REMARKS = (
                "{c.whole[0]} is another id than the same number without a point; write integers (pandas:"
                " astype('Int64'))"),
     RemarkRule("dates that are not read", _has_unread_dates,
-               "seem to be times, but {c.distinct[0]} is not read as one; write it as 2014-10-21T07:00"),
-    RemarkRule("milliseconds", lambda c, _: c.named_time and c.count > 1 and c.is_between(10**11, 4.1e12),
-               "seem to be Unix milliseconds; write seconds, if these are the times of the samples"),
+               "seem to be times, such as {c.distinct[0]}, not all of one known format; write 2014-10-21T07:00"),
 )  # fmt: skip
 """What else is said of a column: each remark that holds."""
 
@@ -337,7 +325,7 @@ class Guess:
         keys: further keys of the field.
         remarks: what speaks for the guess, and what is unsure.
         also_ids: True for a numeric field whose integers may be ids, which get a second field.
-        is_time: True if all values, or those that are not missing in a column of times, are valid times.
+        is_time: True if nearly all rows have a time in the column.
     """
 
     column: Column
@@ -354,12 +342,4 @@ def guess_column(column: Column) -> Guess:
     rule = next(rule for rule in RULES if rule.holds(column))
     remarks = [Remark(rule.why.format(c=column), rule.unsure)]
     remarks += [Remark(each.text.format(c=column), each.unsure) for each in REMARKS if each.holds(column, rule)]
-    return Guess(column, rule.name, rule.kind, rule.keys(column), tuple(remarks), rule.also_ids, _is_time(column, rule))
-
-
-def _is_time(column: Column, rule: Rule) -> bool:
-    if column.said == "time" or column.count < 2 or column.missing > MOST_MISSING:
-        return rule.name == "times"
-    # A number is a valid time too: of Unix seconds, here of the years from 1973 to 2099.
-    lately = column.is_between(10**8, 4.1e9) and not column.dated
-    return (not column.numbers or (column.named_time and lately)) and column.are_times
+    return Guess(column, rule.name, rule.kind, rule.keys(column), tuple(remarks), rule.also_ids, rule.name == "times")

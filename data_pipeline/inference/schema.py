@@ -25,6 +25,7 @@ from ..raw.layouts import RawLabel
 from .columns import FEW_VALUES, FREQUENT, Column, Guess, Remark, guess_column, unsure
 from .names import LABEL_NAMES, NEGATION, POSITIVE, TIME_NAME
 from .sample import RawSample, read_sample
+from .times import columns_of_time
 
 RESERVED = (LABEL, TIME, TRUE_LOGIT, SAMPLE_WEIGHT, SAMPLE_NUMBER)
 ENOUGH = 100
@@ -159,6 +160,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> InferredSc
     time = max(times, key=lambda name: (not guesses[name].column.missing, bool(TIME_NAME.search(name))), default="")
     markers = sorted({text for guess in guesses.values() for text in guess.column.markers})
     fields, left_out = _fields({name: each for name, each in guesses.items() if name not in (chosen, time)})
+    of_time = _time(time, times, guesses) if time else _time_of_parts(sample, chosen)
     if not fields:
         raise UserError(f"{place}: no column looks like a field; write the schema file by hand")
     left_out += [_left_out(name, "several columns have this name") for name in repeated if name]
@@ -174,7 +176,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> InferredSc
         file=tuple(Entry({key: value}) for key, value in of_file.items()),
         label=Entry({"label": chosen}, found.remarks),
         rule=found.rule if found.rule.keys else None,
-        time=_time(time, times, guesses) if time else None,
+        time=of_time,
         null=Entry({"null": markers}, (unsure("these look like missing values"),)) if markers else None,
         fields=tuple(fields),
         left_out=tuple(left_out),
@@ -216,8 +218,20 @@ def _could_be(names: Sequence[str]) -> tuple[Remark, ...]:
 
 
 def _time(time: str, times: Sequence[str], guesses: Guesses) -> Entry:
+    """The entry of a column of times, with its form and the other columns that hold times."""
+    form, column = guesses[time].column.time_form, guesses[time].column
+    assert form is not None
+    said = [unsure(f"{form.said}; {form.other} fits all values too")] if form.other else []
+    said = said or [Remark(form.said)] * bool(form.keys)
     others = [name for name in times if name != time]
-    return Entry({"time": time}, _could_be(others) + _lacking(guesses[time].column))
+    return Entry({"time": form.of(time)}, (*said, *_could_be(others), *_lacking(column)))
+
+
+def _time_of_parts(sample: RawSample, label: str) -> Entry | None:
+    """The entry of columns that hold year, month, day and further parts; None if there are none."""
+    columns = zip(sample.columns, zip(*sample.rows, strict=True), strict=True)
+    found = columns_of_time({name: [each or "" for each in values] for name, values in columns if name != label})
+    return Entry({"time": {"columns": found}}, (Remark("parts of a time"),)) if found else None
 
 
 @dataclass(frozen=True)
@@ -348,6 +362,13 @@ def _fields(guesses: Guesses) -> tuple[list[Entry], list[Entry]]:
     for column, guess in guesses.items():
         missing = guess.column.missing
         remarks = (*guess.remarks, *[Remark(f"{100 * missing:.3g} % missing")] * bool(missing))
+        if guess.is_time and guess.column.time_form:
+            form = guess.column.time_form
+            for part in form.parts:
+                name = _unused(f"{column}_{part}", used, guesses)
+                keys = {"name": name, "column": column, "kind": "categorical", "part": part, **form.keys}
+                fields.append(Entry(keys, (Remark(f"{form.said}, of which this is the {part}"),)))
+            continue
         if not guess.kind:
             left_out.append(Entry({"column": column}, remarks))
             continue
@@ -359,17 +380,24 @@ def _fields(guesses: Guesses) -> tuple[list[Entry], list[Entry]]:
         renamed = {} if name == column else {"column": column}
         fields.append(Entry({"name": name, **renamed, "kind": guess.kind, **guess.keys}, remarks))
         if guess.also_ids:
-            name = f"{name}_id"
-            while name in used or name in guesses:
-                name += "_"
-            used.add(name)
-            keys = {"name": name, "column": column, "kind": "categorical", "min_count": FREQUENT}
-            fields.append(Entry(keys, (Remark("the same integers as ids; remove the field that is wrong"),)))
+            name = _unused(f"{name}_id", used, guesses)
+            of_ids = {"name": name, "column": column, "kind": "categorical", "min_count": FREQUENT}
+            fields.append(Entry(of_ids, (Remark("the same integers as ids; remove the field that is wrong"),)))
     return fields, left_out
+
+
+def _unused(name: str, used: set[str], guesses: Guesses) -> str:
+    """Returns a name for a further field of a column, which it adds to those that are used."""
+    while name in used or name in guesses:
+        name += "_"
+    used.add(name)
+    return name
 
 
 def _toml(value: object) -> str:
     """Returns a TOML value; TOML takes JSON's escapes, and DEL only as one."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(each)}' for key, each in value.items())}}}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -155,11 +155,11 @@ def seconds_of(key: str, text: str | int) -> int:
     """Returns the Unix seconds of a time in the configuration. Raises ValueError naming the key."""
     import pyarrow as pa
 
-    from ..raw.values import DATE_DIGITS, TIME_RULES, as_times
+    from ..raw.times import DATE_DIGITS, UNIX_OR_ISO, RawTime
 
-    seconds, invalid = as_times(pa.array([str(text)]), "timestamp")
+    seconds, invalid = RawTime((key,)).of_texts(pa.array([str(text)]))
     if invalid[0] or DATE_DIGITS.fullmatch(str(text)):
-        raise UserError(f"{key} = {text!r}: {TIME_RULES['timestamp']}")
+        raise UserError(f"{key} = {text!r}: {UNIX_OR_ISO}")
     return int(seconds[0])
 
 

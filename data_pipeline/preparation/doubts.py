@@ -15,7 +15,7 @@ from ..dataset.shards import ShardSize
 from ..encoding.encoder import Encoder, flat, texts_of
 from ..encoding.numbers import count_bounded
 from ..encoding.vocabulary import Vocabulary
-from ..raw.columns import NEGATIVE, WEIGHTLESS
+from ..raw.columns import EARLY_TIMES, NEGATIVE, WEIGHTLESS
 from ..raw.layouts import Layout, RawLabel
 from ..raw.parsing import Parsed
 from ..raw.values import FRACTIONS, LOOKS_MISSING, ROUNDED, marker_numbers
@@ -36,6 +36,10 @@ MESSAGES = {
     UNLABELLED: "column {name!r}: {count:,} samples have no valid label; they are predicted, but not evaluated",
     WEIGHTLESS: "column {name!r}: {count:,} samples have no valid weight; they are predicted, but not evaluated",
     UNSEEN: "field {name!r}: {count:,} of its ids were not seen in training, or too rarely; they share one row",
+    EARLY_TIMES: (
+        "column {name!r}: {count:,} samples have a time before 1990; check the unit or the format of `time` in the"
+        " schema file"
+    ),
     BOUNDED: (
         "field {name!r}: {count:,} of its numbers are so far from those that the transform was fitted on, or so large "
         "without a transform, that they are bounded; one of them could end training otherwise. Correct them, or set "

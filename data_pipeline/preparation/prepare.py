@@ -24,7 +24,7 @@ from ..raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_schema_file
 from ..raw.parsing import check_same_types, check_types
 from ..raw.reading import look, survey
 from ..remote import Place, RemoteFolder, is_remote, local_path, require_local
-from .config import DEFAULT_TEST_FRACTION, PrepareConfig, seconds_of
+from .config import DEFAULT_TEST_FRACTION, OnBadRow, PrepareConfig, seconds_of
 from .engines import Engine, LocalEngine, dask_engine
 from .fitting import FitPlan, fit, sparse_fields
 from .splits import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, count_times, iso
@@ -100,7 +100,7 @@ def prepare(
             if config.negative_fraction < 1 and len(described.labels) > 1:
                 message = "negative_fraction takes one label, whose negatives are left out"
                 raise UserError(f"{message}; the schema file has several")
-            split = _by_files(files, groups) or _split_rule(engine, parts, described, config, report)
+            split = _by_files(files, groups) or _split_rule(engine, parts, described, config, on_bad_row, report)
             split = dataclasses.replace(split, negative_fraction=config.negative_fraction)
             encoder = fit(engine, parts, FitPlan(described, config, split), ledger, report)
             skipped = BadRowLedger("skip", ledger.by_path.total())
@@ -236,7 +236,12 @@ def _checked_splits(splits: dict[str, Split], layout: Layout, config: PrepareCon
 
 
 def _split_rule(
-    engine: Engine, parts: Sequence[Partition], layout: Layout, config: PrepareConfig, report: Progress
+    engine: Engine,
+    parts: Sequence[Partition],
+    layout: Layout,
+    config: PrepareConfig,
+    on_bad_row: OnBadRow,
+    report: Progress,
 ) -> SplitRule:
     test = DEFAULT_TEST_FRACTION[layout.name] if config.test_fraction is None else config.test_fraction
     validation = config.validation_fraction or 0.0
@@ -253,7 +258,8 @@ def _split_rule(
         first_test = seconds_of("test_from", config.test_from)
         since = first_test if config.validation_from is None else seconds_of("validation_from", config.validation_from)
         return SplitRule("time", first_test=first_test, first_validation=since)
-    return by_time(count_times(engine, parts, layout, report), test, validation)
+    ledger = BadRowLedger(on_bad_row, config.max_bad_rows)  # the pass that fits counts bad rows again
+    return by_time(count_times(engine, parts, layout, ledger, report), test, validation)
 
 
 def _by_files(files: Sequence[RawFile], groups: Sequence[Sequence[str]]) -> SplitRule | None:

@@ -14,10 +14,11 @@ from cowrec.errors import UserError
 
 from ..encoding.numbers import ValueCounts
 from ..hashing import uniforms
+from ..raw.bad_rows import BadRow, BadRowLedger, counts_text
 from ..raw.inputs import Block, Partition, Report
 from ..raw.layouts import Layout
 from ..raw.parsing import Parsed, parse
-from ..raw.values import DATE_DIGITS, LATEST
+from ..raw.times import DATE_DIGITS, LATEST
 from .config import SplitKind
 from .engines import Engine
 
@@ -127,23 +128,34 @@ def iso(seconds: int) -> str:
     return datetime.fromtimestamp(min(seconds, LATEST), UTC).isoformat().replace("+00:00", "Z")
 
 
-def count_times(engine: Engine, partitions: Sequence[Partition], layout: Layout, report: Report) -> ValueCounts:
-    """Counts the times of all samples that are not bad, in a pass over the files."""
+def count_times(
+    engine: Engine, partitions: Sequence[Partition], layout: Layout, ledger: BadRowLedger, report: Report
+) -> ValueCounts:
+    """Counts the times of all samples that are not bad, in a pass over the files.
+
+    Raises:
+        ValueError: a bad row that may not be skipped, or no sample has a time.
+    """
     times = ValueCounts(MOST_TIMES)
     with closing(engine.map(_times, layout, partitions)) as results:
-        for partition, counted in zip(partitions, results, strict=True):
+        for partition, (counted, bad) in zip(partitions, results, strict=True):
+            ledger.add(bad)
             times.merge(counted)
             report(partition.file_bytes)
+    if not times.total:
+        bad_rows = f"{ledger.by_path.total():,} samples are bad rows: {counts_text(ledger.by_reason)}"
+        raise UserError(f'split = "time": no sample has a time that can be read; all {bad_rows}')
     return times
 
 
-def _times(layout: Layout, number: int, blocks: Sequence[Block]) -> ValueCounts:
-    times = ValueCounts(MOST_TIMES)
+def _times(layout: Layout, number: int, blocks: Sequence[Block]) -> tuple[ValueCounts, list[BadRow]]:
+    times, bad = ValueCounts(MOST_TIMES), list[BadRow]()
     for block in blocks:
         parsed = parse(block, layout)
         assert parsed.time is not None
         times.add(parsed.time)
-    return times
+        bad += parsed.bad
+    return times, bad
 
 
 @dataclass

@@ -19,13 +19,11 @@ import pyarrow.compute as pc
 from cowrec.errors import UserError
 
 from .layouts import RawLabel
+from .times import RawTime, TimePart
 from .values import (
     NUMBER_PATTERN,
-    TIME_RULES,
     as_floats,
     as_id_text,
-    as_times,
-    bounded_seconds,
     is_text,
     looks_missing,
     marker_numbers,
@@ -42,6 +40,8 @@ WEIGHTLESS = "weightless"
 NEGATIVE = "negative: "
 """Samples with a text that `positive` does not list; the text follows."""
 MOST_TEXTS = 100
+EARLY, EARLY_TIMES = 631_152_000, "times before 1990"
+"""Unix seconds of 1990, and samples with an earlier time."""
 MISSING_LABEL = "the label is missing"
 MAX_WEIGHT = 1e6
 """Largest magnitude of the weight of a sample or of an id."""
@@ -136,22 +136,39 @@ class SampleColumns:
         except pa.ArrowNotImplementedError:
             raise wrong_type(name, column.type, "values that can be shown as text") from None
 
-    def times(self, name: str, time_format: str) -> np.ndarray:
+    def times(self, time: RawTime) -> np.ndarray:
         """Returns int64 [R], Unix seconds; a missing time is a problem."""
-        values, wrong = self._times(name, time_format)
-        self.fail(wrong, name, self.arrays[name], TIME_RULES[time_format])
+        values, wrong = self._times(time)
+        self.fail(wrong, time.name, self._written(time), time.rule)
+        if early := int((values[~wrong] < EARLY).sum()):
+            self.doubts[time.name, EARLY_TIMES] += early
         return values
 
-    def known_times(self, name: str, time_format: str) -> np.ndarray:
+    def known_times(self, time: RawTime) -> np.ndarray:
         """Returns float64 [R], Unix seconds; NaN where missing or wrong."""
-        values, wrong = self._times(name, time_format)
+        values, wrong = self._times(time)
         return np.where(wrong, np.nan, values)
 
-    def _times(self, name: str, time_format: str) -> tuple[np.ndarray, np.ndarray]:
-        column = self.arrays[name]
-        if time_format == "timestamp" and not is_text(column.type):
-            return seconds_of(column, name)
-        return as_times(self.texts(name), time_format)
+    def parts_of_times(self, time: RawTime, part: TimePart, null: Collection[str]) -> pa.Array:
+        """Returns a part of each time, strings [R], empty where the time is missing; a wrong one is a problem."""
+        values, wrong = self._times(time, null)
+        written = self._written(time)
+        missing = mask(pc.equal(without_markers(_text(written).fill_null(""), null), ""))
+        self.fail(wrong & ~missing, time.name, written, time.rule)
+        return pc.if_else(pa.array(wrong), "", time.part(values, part))
+
+    def _times(self, time: RawTime, null: Collection[str] = ()) -> tuple[np.ndarray, np.ndarray]:
+        arrays = [without_nan(self.arrays[name], null) for name in time.columns]
+        found = time.seconds([without_markers(each, null) if is_text(each.type) else each for each in arrays])
+        if found is None:
+            types = ", ".join(str(each.type) for each in arrays)
+            raise UserError(f"column {time.name!r} has the type {types}; it must hold times")
+        return found
+
+    def _written(self, time: RawTime) -> pa.Array:
+        """The values of a time, as messages show them."""
+        arrays = [self.arrays[name] for name in time.columns]
+        return arrays[0] if len(arrays) == 1 else pc.binary_join_element_wise(*map(_text, arrays), " ")
 
     def texts(self, name: str, null: Collection[str] = ()) -> pa.Array:
         """Returns strings [R], empty where missing; `null` lists further texts that mean a missing value."""
@@ -195,14 +212,12 @@ class SampleColumns:
                 self.problems[sample] = (name, f"{rule}, got {_quoted(values[index])}")
 
 
-def seconds_of(values: pa.Array, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns int64, Unix seconds, and which are missing or wrong, of numbers or times."""
-    if pa.types.is_timestamp(values.type):  # nanoseconds have more digits than float64
-        values = pc.floor_temporal(values.cast(pa.timestamp(values.type.unit)), unit="second").cast(pa.timestamp("s"))
-    seconds = as_floats(values)
-    if seconds is None or pa.types.is_boolean(values.type):
-        raise wrong_type(name, values.type, "times")
-    return bounded_seconds(seconds[0])
+def _text(values: pa.Array) -> pa.Array:
+    """Strings [R] of times of any type; null where missing."""
+    if is_text(values.type):
+        return values
+    found = as_id_text(values)
+    return values.cast(pa.string()) if found is None else found[0]
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:

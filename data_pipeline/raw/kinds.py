@@ -72,7 +72,10 @@ class RawType:
     @staticmethod
     def of(field: RawField) -> "RawType":
         """Returns the type of a raw field's column."""
-        return RawType(OF_FIELDS[field.kind], ValueType(field.separator, field.weight_separator, field.null))
+        return RawType(
+            "time" if field.part else OF_FIELDS[field.kind],
+            ValueType(field.separator, field.weight_separator, field.null),
+        )
 
     @staticmethod
     def of_all(types: Sequence["RawType"]) -> "RawType":
@@ -161,6 +164,8 @@ def read_fields(
             numbers[field.name] = columns.numbers(field.column, field.null)
         elif tables and field.name in tables:
             ids[field.name] = pa.array(columns.row_numbers(field.column, MISSING, tables[field.name]))
+        elif field.part:
+            ids[field.name] = columns.parts_of_times(field.time, field.part, field.null)
         elif field.kind == "categorical":
             ids[field.name] = columns.texts(field.column, field.null)
         else:

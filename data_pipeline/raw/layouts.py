@@ -32,6 +32,7 @@ from ..dataset.schema import (
     Pooling,
 )
 from .inputs import Source
+from .times import RawTime, TimePart, TimeUnit
 from .values import as_numbers, marker_numbers, mask, without_markers
 
 LABEL_ADVICE = (
@@ -105,7 +106,6 @@ class RawLabel:
 
 RawKind = Literal["numeric", "categorical", "multi", "sequence", "weighted"]
 LayoutName = Literal["criteo", "avazu", "tabular"]
-TimeFormat = Literal["timestamp", "hour"]
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,8 @@ class RawField:
         along: for sequences, the sequence whose ids it describes one by one, such as the categories of a history of
             items: both have as many ids, and one `max_length`.
         age: for sequences of times; the ids are the bits of their ages in seconds at the sample's time, at least 0.
+        part: for categorical fields of times; the id is the hour, weekday, day or month.
+        unit, format, zone: for a part and an age; how the column writes times, see `RawTime`.
     """
 
     name: str
@@ -146,6 +148,10 @@ class RawField:
     shares: str = ""
     along: str = ""
     age: bool = False
+    part: TimePart = ""
+    unit: TimeUnit = ""
+    format: str = ""
+    zone: str = ""
 
     def __post_init__(self) -> None:
         where = f"field {self.name!r}"
@@ -181,14 +187,26 @@ class RawField:
             raise UserError(f"{where}: along is for the kind sequence only, got {self.along!r} ({self.kind})")
         if self.age and (not is_sequence or self.shares):
             raise UserError(f"{where}: age is for the kind sequence, and such a field shares none")
+        if self.part not in get_args(TimePart) or (self.part and self.kind != "categorical"):
+            known = ", ".join(filter(None, get_args(TimePart)))
+            raise UserError(f"{where}: part must be one of {known}, for categorical fields; got {self.part!r}")
+        if not (self.part or self.age) and (self.unit or self.format or self.zone):
+            raise UserError(f"{where}: unit, format and zone are for times, of which the field has a part or the age")
         if self.shares and (not is_sequence or self.min_count or self.max_ids):
             raise UserError(
                 f"{where}: shares is for the kind sequence, and min_count and max_ids are then those of {self.shares!r}"
             )
         object.__setattr__(self, "column", self.column or self.name)
         object.__setattr__(self, "null", tuple(text for text in self.null if text))
+        if self.part or self.age:
+            _ = self.time  # is checked
         if self.kind in ("multi", "weighted") and not self.pooling:
             object.__setattr__(self, "pooling", "mean" if self.kind == "multi" else "sum")
+
+    @property
+    def time(self) -> RawTime:
+        """How the column writes times, of which the field has a part or the age."""
+        return RawTime((self.column,), self.unit, self.format, self.zone)
 
 
 @dataclass(frozen=True)
@@ -203,8 +221,7 @@ class Layout:
         columns: all columns of text in order; empty if they are read from the header.
         labels: the labels, one for each task.
         fields: the features; other columns are ignored.
-        time: column of the sample's time, which may be a field as well; empty if there is none.
-        time_format: "timestamp" (Unix seconds, with or without decimals, or ISO 8601) or "hour" (YYMMDDHH, UTC).
+        time: the sample's time, whose columns may be fields as well; None if there is none.
         weight: column of the sample's weight, a number of at least 0; empty if all samples count alike.
         keep: columns that predictions show beside the probability.
         absent: columns of labels, weight, time and those to keep that the files lack, which can be predicted only.
@@ -218,8 +235,7 @@ class Layout:
     columns: tuple[str, ...]
     labels: tuple[RawLabel, ...]
     fields: tuple[RawField, ...]
-    time: str = ""
-    time_format: TimeFormat = "timestamp"
+    time: RawTime | None = None
     weight: str = ""
     keep: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
@@ -256,7 +272,7 @@ class Layout:
         labels = [label.name for label in self.labels]
         if not labels or len(set(labels)) < len(labels):
             raise UserError(f"labels must be one name or several different ones, got {labels}")
-        for column in {label.column for label in self.labels} & {self.time, self.weight}:
+        for column in {label.column for label in self.labels} & {*self.time_columns, self.weight}:
             raise UserError(f"column {column!r} is a label, so it cannot be the time or the weight as well")
         if self.columns:
             self.check_columns(self.columns)
@@ -281,17 +297,22 @@ class Layout:
             )
 
     @property
+    def time_columns(self) -> tuple[str, ...]:
+        """The columns of the sample's time."""
+        return self.time.columns if self.time else ()
+
+    @property
     def used_columns(self) -> list[str]:
         """The columns of fields and of ages' times, and those of `optional_columns` that are not absent."""
         found = [name for name in self.optional_columns if name not in self.absent]
-        needed = [*(field.column for field in self.fields), *[self.time] * bool(self.ages)]
+        needed = [*(field.column for field in self.fields), *self.time_columns * bool(self.ages)]
         return list(dict.fromkeys([*needed, *found]))
 
     @property
     def optional_columns(self) -> tuple[str, ...]:
         """The columns of labels, weight, time and those to keep, without which files can be predicted."""
-        needed = {*(field.column for field in self.fields), *[self.time] * bool(self.ages)}
-        others = [name for name in (self.weight, self.time) if name and name not in needed]
+        needed = {*(field.column for field in self.fields), *self.time_columns * bool(self.ages)}
+        others = [name for name in (self.weight, *self.time_columns) if name and name not in needed]
         return tuple(dict.fromkeys([*self._label_columns, *others, *self.keep]))
 
     @property
@@ -312,7 +333,7 @@ class Layout:
     @property
     def has_times(self) -> bool:
         """True if the files have the times of samples."""
-        return bool(self.time) and self.time not in self.absent
+        return self.time is not None and not {*self.time_columns} & {*self.absent}
 
     @property
     def ages(self) -> tuple[RawField, ...]:
@@ -379,7 +400,9 @@ class Layout:
         fields = tuple(RawField(**field) for field in content["fields"])
         labels = tuple(RawLabel(**label) for label in content["labels"])
         columns, keep = tuple(content["columns"]), tuple(content["keep"])
-        return Layout(**{**content, "columns": columns, "keep": keep, "fields": fields, "labels": labels})
+        time = content["time"] and RawTime(**content["time"] | {"columns": tuple(content["time"]["columns"])})
+        given = {"columns": columns, "keep": keep, "fields": fields, "labels": labels, "time": time}
+        return Layout(**{**content, **given})
 
 
 _CRITEO_NUMBERS = tuple(f"I{number}" for number in range(1, 14))
@@ -410,8 +433,7 @@ AVAZU = Layout(
     columns=(),
     labels=(RawLabel(column="click"),),
     fields=tuple(RawField(name, "categorical") for name in _AVAZU_IDS),
-    time="hour",
-    time_format="hour",
+    time=RawTime(("hour",), format="%y%m%d%H"),
 )
 """Avazu's Kaggle `train` (and `test`, without `click`). `id` is unique to each sample, so it is no feature."""
 
@@ -423,7 +445,7 @@ _FIELD_TYPES = {
 """Types of the keys of a field in TOML; a tuple stands for a list of strings or numbers."""
 _LABEL_TYPES = {"name": str, "column": str, "positive": tuple, "threshold": float}
 _TYPES = {"delimiter": str, "quote": str, "header": bool, "columns": list, "label": str, "positive": tuple,
-          "threshold": float, "labels": list, "time": str, "weight": str, "keep": tuple, "fields": list,
+          "threshold": float, "labels": list, "time": object, "weight": str, "keep": tuple, "fields": list,
           "null": tuple}  # fmt: skip
 
 
@@ -441,7 +463,9 @@ def load_schema_file(path: str | os.PathLike[str]) -> Layout:
         labels = ["click", {name = "buy", column = "bought", positive = ["yes"]}]  # instead of label: several tasks
         weight = "weight"                # column of the sample's weight; default: all samples count alike
         keep = ["user id"]               # columns that predictions show
-        time = "seen at"                 # column of the sample's time; default: none
+        time = "seen at"                 # column of the sample's time; default: none. Other forms:
+                                         # {column = "t", unit = "ms"}, {column = "t", format = "%d/%m/%Y"},
+                                         # {columns = ["year", "month", "day"], zone = "Europe/Berlin"}
         null = ["NA", '\\N']             # texts that mean a missing value in every field; default: the empty value only
         [[fields]]
         name = "genres"
@@ -458,10 +482,13 @@ def load_schema_file(path: str | os.PathLike[str]) -> Layout:
         shares = "item"                  # sequence: the categorical field whose ids these are
         along = "history"                # sequence: the one whose ids it describes one by one, and as many
         age = true                       # sequence of times: the ids are their ages at the sample's time
+        part = "hour"                    # categorical, of times: their hour, weekday, day or month; with the keys
+                                         # unit, format and zone of a time
 
     An empty value is a missing one. Of several labels, a missing one is unknown; a sample without its only label is a
     bad row. A time is Unix seconds (rounded down) or ISO 8601 text ("2014-10-21T07:00:00Z", or
-    a date alone; UTC unless it names a zone); a sample without a time is a bad row.
+    a date alone; UTC unless it names a zone), or what its unit or format says, see `RawTime`; a sample without a time
+    is a bad row.
 
     Raises:
         ValueError: a problem in the file; the message names the file, the key and the remedy.
@@ -495,12 +522,27 @@ def _layout_of(content: dict[str, Any]) -> Layout:
         fields.append(RawField(**_with_texts({"null": content.get("null", ()), **field})))
     layout = Layout(
         "tabular", content.get("delimiter", ","), content.get("quote", '"'), header, tuple(columns),
-        _labels_of(content), tuple(fields), content.get("time", ""), weight=content.get("weight", ""),
+        _labels_of(content), tuple(fields), _time_of(content.get("time")), weight=content.get("weight", ""),
         keep=tuple(content.get("keep", ())),
     )  # fmt: skip
     for column in [label.column for label in layout.labels if label.column in [field.column for field in fields]]:
         raise UserError(f"column {column!r} is the label, so it cannot be a field as well")
     return layout
+
+
+def _time_of(given: Any) -> RawTime | None:
+    """Returns the time that a column or a table of `RawTime`'s keys describes."""
+    if not given:
+        return None
+    if isinstance(given, str):
+        return RawTime((given,))
+    if not isinstance(given, dict) or ("column" in given) == ("columns" in given):
+        raise UserError(f"time must be a column, or a table with column or columns, got {given!r}")
+    _check_types("time: ", given, {"column": str, "columns": list, "unit": str, "format": str, "zone": str})
+    columns = [given["column"]] if "column" in given else given["columns"]
+    if not all(isinstance(each, str) for each in columns):
+        raise UserError(f"time: columns must be names, got {columns!r}")
+    return RawTime(tuple(columns), given.get("unit", ""), given.get("format", ""), given.get("zone", ""))
 
 
 def _labels_of(content: Mapping[str, Any]) -> tuple[RawLabel, ...]:
@@ -535,5 +577,5 @@ def _check_types(where: str, content: Mapping[str, Any], types: Mapping[str, typ
                 raise UserError(f"{where}{key} must be a list of strings or numbers, got {value!r}")
         elif types[key] is float and type(value) is int:
             continue
-        elif type(value) is not types[key]:
+        elif types[key] is not object and type(value) is not types[key]:
             raise UserError(f"{where}{key} must be of type {types[key].__name__}, got {value!r}")

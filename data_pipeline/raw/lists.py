@@ -23,17 +23,14 @@ from .columns import (
     id_value,
     id_values,
     number_value,
-    seconds_of,
     text_value,
     wrong_type,
 )
 from .layouts import RawField
 from .values import (
     NUMBER_PATTERN,
-    TIME_RULES,
     as_floats,
     as_numbers,
-    as_times,
     is_text,
     mask,
     plain_array,
@@ -98,7 +95,7 @@ class ListColumns:
         if field.age:
             assert self._time is not None, "a layout with ages has times"
             ids, wrong = _ages(items, np.repeat(self._time, lengths), field)
-            weights, rule = None, f"its times and the sample's must be known; {TIME_RULES['timestamp']}"
+            weights, rule = None, f"its times and the sample's must be known; {field.time.rule}"
         elif field.kind != "weighted":
             ids, wrong = self._columns.id_texts(items, name)
             weights, rule = None, "must be a list of strings or numbers"
@@ -160,10 +157,14 @@ class ListColumns:
 def _ages(times: pa.Array, since: np.ndarray, field: RawField) -> tuple[pa.Array, np.ndarray]:
     """Returns the bits of ages in seconds, strings, null or empty where the time is, and which are wrong."""
     if is_text(times.type) or pa.types.is_null(times.type):
-        text = without_markers(times.cast(pa.string()).fill_null(""), field.null)
-        missing, (seconds, wrong) = mask(pc.equal(text, "")), as_times(text, "timestamp")
+        times = without_markers(times.cast(pa.string()), field.null)
+        missing = mask(pc.equal(times.fill_null(""), ""))
     else:
-        missing, (seconds, wrong) = mask(times.is_null()), seconds_of(times, field.column)
+        missing = mask(times.is_null())
+    found = field.time.seconds([times])
+    if found is None:
+        raise wrong_type(field.column, times.type, "times")
+    seconds, wrong = found
     bits = np.frexp(np.maximum(since - seconds, 0.0))[1]
     absent = pc.if_else(times.is_null(), pa.scalar(None, pa.string()), "")
     ids = pc.if_else(pa.array(missing), absent, pa.array(bits).cast(pa.string()))

@@ -83,7 +83,7 @@ def parse(block: Block, layout: Layout) -> Parsed:
     for label in layout.found_labels:
         labels[label.name] = columns.labels(label, required=len(layout.labels) == 1)
     sample_weights = columns.weights(layout.weight) if layout.has_weights else None
-    time = columns.times(layout.time, layout.time_format) if layout.has_times else None
+    time = columns.times(layout.time) if layout.time and layout.has_times else None
     numbers, ids, weights = read_fields(columns, layout.fields, time=time)
     kept = {name: columns.shown(name) for name in layout.found_keep}
     bad = [

@@ -48,6 +48,7 @@ from ..encoding.vocabulary import raw_ids
 from ..hashing import mix, uniform
 from ..parallel import ordered_map
 from ..raw.layouts import Layout, RawField, RawLabel
+from ..raw.times import RawTime
 from ..splitmix import GOLDEN
 from .criteo_frequencies import CRITEO_SIZES, NUM_DENSE
 
@@ -438,7 +439,7 @@ def write_following(
 
 def raw_id_schema(name: str, fields: Sequence[RawField], **settings: Any) -> Schema:
     """Returns the schema, without sizes, of samples with times whose ids are raw; `settings` are dataclasses."""
-    layout = Layout(name, ",", "", True, (), (RawLabel(),), tuple(fields), time=TIME)
+    layout = Layout(name, ",", "", True, (), (RawLabel(),), tuple(fields), time=RawTime((TIME,)))
     of_all = {key: dataclasses.asdict(each) for key, each in {"layout": layout, **settings}.items()}
     dense, sparse = list[DenseField](), list[SparseField]()
     for each in fields:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from cowrec.data_pipeline import PrepareConfig, infer_schema, prepare
 from cowrec.data_pipeline.inference.columns import REMARKS, RULES, Column, guess_column, unsure
 from cowrec.data_pipeline.raw.layouts import load_schema_file
+from cowrec.data_pipeline.raw.times import RawTime
 from raw_cases import read_split
 from refusal import refused
 
@@ -102,7 +103,8 @@ def test_known_columns_are_recognised(tmp_path):
         "price": "numeric", "age": "numeric", "age_id": "categorical", "zip": "categorical", "genres": "multi",
         "history": "weighted", "sex": "categorical",
     }  # fmt: skip
-    assert (layout.time, layout.labels[0].column, layout.labels[0].positive) == ("when", "bought", ("yes",))
+    assert layout.time == RawTime(("when",))
+    assert (layout.labels[0].column, layout.labels[0].positive) == ("bought", ("yes",))
     assert layout.fields[0].null == ("NULL",)
     by_column = {line.split('"')[1]: line for line in text.splitlines() if line.startswith("    {")}
     assert "integers, which may be ids" in by_column["age"]
@@ -191,7 +193,7 @@ def test_the_columns_of_folders(tmp_path: Path, header: bool) -> None:
     text, layout, found = inferred(tmp_path / "raw")
     assert "from the first 3 rows of " + str(tmp_path / "raw/day=2024-03-01/site=s1/part.csv.") in text
     assert text.count("# left out: ") == (0 if header else 2)
-    assert (layout.time, found.get("site")) == (("day", "categorical") if header else ("", None))
+    assert (layout.time_columns, found.get("site")) == ((("day",), "categorical") if header else ((), None))
     assert prepared(tmp_path / "raw").splits["train"].rows == 90
 
 
@@ -294,7 +296,7 @@ def test_names_of_ids(tmp_path: Path, names: str, is_id: bool) -> None:
 
 
 def test_integers_that_may_be_ids_are_both(tmp_path: Path) -> None:
-    """Their frequent values have ids too, under a name that no column has; times and decimals are numbers alone."""
+    """Their frequent values have ids too, under a name that no column has; a further time has its parts."""
     rows = 3000
     slot = [n % 70 if n % 4 else n for n in range(rows)]
     columns = {"click": [n // 2 % 2 for n in range(rows)], "slot": slot, "slot_id": [f"s{n % 7}" for n in range(rows)]}
@@ -302,9 +304,17 @@ def test_integers_that_may_be_ids_are_both(tmp_path: Path) -> None:
     columns |= {"opened_at": [1_700_000_000 + n % 99 for n in range(rows)]}
     pq.write_table(pa.table(columns), tmp_path / "raw.parquet")
     _, layout, found = inferred(tmp_path / "raw.parquet")
-    numbers = {"slot": "numeric", "whole": "numeric", "opened_at": "numeric"}
-    assert found == numbers | dict.fromkeys(["slot_id_", "slot_id", "whole_id"], "categorical")
-    assert [field.column for field in layout.fields] == ["slot", "slot", "slot_id", "whole", "whole", "opened_at"]
+    ids = ["slot_id_", "slot_id", "whole_id", "opened_at_hour", "opened_at_weekday"]
+    assert found == {"slot": "numeric", "whole": "numeric"} | dict.fromkeys(ids, "categorical")
+    assert [field.column for field in layout.fields] == [
+        "slot",
+        "slot",
+        "slot_id",
+        "whole",
+        "whole",
+        "opened_at",
+        "opened_at",
+    ]
     schema = prepared(tmp_path / "raw.parquet")
     shutil.rmtree(tmp_path / "data")
     frequent = [value for value in set(slot) if slot.count(value) >= 10]
@@ -335,7 +345,11 @@ def test_a_time_that_most_rows_lack_is_not_the_samples_one(tmp_path: Path) -> No
     some = pa.array([each if n % 15 == 0 else None for n, each in enumerate(times.to_pylist())], times.type)
     few = pa.array([each if n % 30 else None for n, each in enumerate(times.to_pylist())], times.type)
     columns = {"click": [n % 2 for n in range(300)], "shop": [f"s{n % 7}" for n in range(300)], "converted_at": some}
-    for others, expected in (({"began": times, "seen_at": few}, "began"), ({"seen_at": few}, "seen_at"), ({}, "")):
+    for others, expected in (
+        ({"began": times, "seen_at": few}, RawTime(("began",))),
+        ({"seen_at": few}, RawTime(("seen_at",))),
+        ({}, None),
+    ):
         pq.write_table(pa.table(columns | others), tmp_path / "raw.parquet")
         assert inferred(tmp_path / "raw.parquet")[1].time == expected
     assert (
@@ -369,10 +383,11 @@ def test_unsure_numbers_and_times(tmp_path: Path) -> None:
     ]
     (tmp_path / "raw.csv").write_text("\n".join(["click,weight,request,as_text,event_time,date", *rows]))
     text, layout, found = inferred(tmp_path / "raw.csv")
-    assert found == {"weight": "numeric", "date": "categorical"}
-    assert layout.time == "event_time"
+    assert found == {"weight": "numeric", "date_weekday": "categorical", "date_month": "categorical"}
+    assert layout.time == RawTime(("event_time",))
     assert 'unsure: weights of the samples? then remove it here, and add weight = "weight" above' in text
-    assert "unsure: seem to be times, but 1/1/2024 is not read as one; write it as 2014-10-21T07:00" in text
+    field = '{name = "date_month", column = "date", kind = "categorical", part = "month", format = "%m/%d/%Y"}'
+    assert f"{field},  # %m/%d/%Y, of which this is the month" in text
 
 
 NUMERIC = {"2020": "numeric"}
@@ -385,10 +400,17 @@ STRANGE = {
     "ids beyond 2 ** 53": ("tag,price", "9{k:020d},{n}.5", {"tag": "categorical", "price": "numeric"}),
     "years as names": ("2019,2020,shop", "{m},{k}.5,s{m}", dict.fromkeys(["2019", "shop"], "categorical") | NUMERIC),
     "infinity": ("shop,price", "s{m},{d}", {"shop": "categorical", "price": "numeric"}),
-    "hours as digits": ("seen_at,shop", "2024031{m}1{m},s{m}", {"seen_at": "categorical", "shop": "categorical"}),
-    "days as digits": ("date,shop", "2024031{m},s{m}", {"date": "categorical", "shop": "categorical"}),
-    "milliseconds": ("seen_at,shop", "1700000000{k:03d},s{m}", {"seen_at": "numeric", "shop": "categorical"}),
+    "hours as digits": ("seen_at,shop", "2024031{m}1{m},s{m}", {"shop": "categorical"}),
+    "days as digits": ("date,shop", "2024031{m},s{m}", {"shop": "categorical"}),
+    "milliseconds": ("seen_at,shop", "1700000000{k:03d},s{m}", {"shop": "categorical"}),
     "other notations": ("shop,a,b,c", 's{m},"1,{n:03d}.5","{n},5",$3.{n}', {"shop": "categorical"}),
+}
+
+
+TIMES_OF_STRANGERS = {
+    "hours as digits": RawTime(("seen_at",), format="%Y%m%d%H"),
+    "days as digits": RawTime(("date",), format="%Y%m%d"),
+    "milliseconds": RawTime(("seen_at",), unit="ms"),
 }
 
 
@@ -402,7 +424,8 @@ def test_files_as_strangers_have_them(tmp_path: Path, kind: str) -> None:
     (tmp_path / "raw.csv").write_text("\n".join(lines))
     text, layout, found = inferred(tmp_path / "raw.csv")
     assert (layout.header, found, text.count("write them as 1234.5")) == (True, expected, 3 * (kind[:5] == "other"))
-    assert (layout.time, text.count("unsure: seem to be times")) == ("", kind.endswith("as digits"))
+    assert layout.time == TIMES_OF_STRANGERS.get(kind)
+    assert ("unsure: YYYYMMDDHH; Unix seconds fits all values too" in text) == (kind == "hours as digits")
     assert text.count("unsure: 0.0 is another id than the same number") == (kind == "ids with decimals")
     assert prepared(tmp_path / "raw.csv").splits["train"].rows == 100
 
@@ -557,12 +580,12 @@ def test_weighted_lists_are_known_by_their_ids(tmp_path: Path) -> None:
 
 def test_remarks_on_times_and_quotes_as_other_programs_write_them(tmp_path: Path) -> None:
     times = ["" if n % 50 == 7 else f"2024-03-{1 + n % 28:02d} 10:{n % 60:02d}:{n // 60:02d}" for n in range(200)]
-    rows = [f'{n % 2},{time},{1709280000000 + 977 * n},"a {n % 3}"' for n, time in enumerate(times)]
+    rows = [f'{n % 2},{time},{time and 1709280000000 + 977 * n},"a {n % 3}"' for n, time in enumerate(times)]
     (tmp_path / "raw.csv").write_text("\n".join(["click,at,ts,title", *rows]).replace("a 2", r"\"b\""))
     text, layout, _ = inferred(tmp_path / "raw.csv")
-    assert layout.time == "at"
+    assert layout.time == RawTime(("at",))
     assert "2 % of the rows have none, and are bad rows" in text
-    assert "unsure: seem to be Unix milliseconds; write seconds" in text
+    assert 'column = "ts", kind = "categorical", part = "hour", unit = "ms"}' in text
     assert r"66 lines of the sample have \", which CSV does not know; write the file with such quotes twice" in text
     (tmp_path / "raw.csv").write_text("\n".join(["click,at,ts,title", *rows]).replace("a 2", r"b\""))
     message = r"raw\.csv: quotes within quotes are written as \\\", which CSV does not know"
@@ -575,8 +598,8 @@ RULE_EXAMPLES = {
     "type that is not read": Column("a", [None], "values of the type time32[s], which are not read"),
     "bytes": Column("a", [None]),
     "index": Column("__index_level_0__", ["1", "2"]),
-    "times": Column("a", ["2024-05-01"], "time"),
-    "times of few rows": Column("a", ["2024-05-01", ""], "time"),
+    "times": Column("a", ["2024-05-01", "2024-05-02"], "time"),
+    "times of few rows": Column("a", ["2024-05-01", "2024-05-02", ""], "time"),
     "no value": Column("a", ["", "NA"]),
     "one value": Column("a", ["x", "x", ""]),
     "leading zeros": Column("a", ["01", "2"]),
@@ -604,8 +627,7 @@ REMARK_EXAMPLES = {
     "order": (RULE_EXAMPLES["joined lists"], 'a history, the oldest first: kind = "sequence", max_length = 50'),
     "brackets": (Column("a", ["[x]", "[y]"]), "brackets become part of the ids"),
     "integers with points": (Column("a", ["1.0", "2.0"]), "1.0 is another id than the same number without a point"),
-    "dates that are not read": (Column("date", ["20240501", "20240502"]), "seem to be times, but 20240501 is not read"),
-    "milliseconds": (Column("ts", ["1700000000000", "1700000000001"]), "seem to be Unix milliseconds; write seconds"),
+    "dates that are not read": (Column("date", ["1 May 2024", "2/5/2024"]), "seem to be times, such as 1 May 2024"),
 }
 
 

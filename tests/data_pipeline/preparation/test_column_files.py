@@ -162,7 +162,7 @@ def samples(tmp_path):
     rows = range(100)
     columns = {
         "click": [row % 2 for row in rows],
-        "seen at": list(rows),
+        "seen at": [1_700_000_000 + row for row in rows],
         "price": [float(row) for row in rows],
         "city": [f"c{row % 7}" for row in rows],
         "tags": [[f"t{row % 3}"] for row in rows],
@@ -303,7 +303,7 @@ def test_a_bad_value_has_its_file_row_and_column(tmp_path, samples, case):
     assert message in str(error.value)
     schema = run(tmp_path, "a.parquet", on_bad_row="skip")
     assert (schema.splits["train"].rows, schema.sources[0].bad_rows) == (99, 1)
-    assert read_split(tmp_path / "out", "train")["time"] == [row for row in range(100) if row != 56]
+    assert read_split(tmp_path / "out", "train")["time"] == [1_700_000_000 + row for row in range(100) if row != 56]
 
 
 TYPES_OF_ITEMS = {
@@ -328,7 +328,7 @@ def test_text_that_is_not_utf8_costs_its_own_row_at_any_depth(tmp_path, samples,
     schema = run(tmp_path, "a.arrow", on_bad_row="skip")
     assert schema.sources[0].bad_rows == 3
     columns = read_split(tmp_path / "out", "train")
-    assert columns["time"] == [row for row in range(100) if row not in (20, 43, 56)]
+    assert columns["time"] == [1_700_000_000 + row for row in range(100) if row not in (20, 43, 56)]
 
 
 def test_nan_can_mean_a_missing_value(tmp_path, samples):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cowrec.data_pipeline import MISSING, PrepareConfig, Reader, Schema, SparseField, prepare
 from cowrec.data_pipeline.dataset.shards import block_from_table
 from cowrec.data_pipeline.encoding.vocabulary import raw_ids
-from cowrec.data_pipeline.raw.values import as_times
+from cowrec.data_pipeline.raw.times import RawTime
 from cowrec.trainer.training.dataloading import even_slice
 from raw_cases import fnv_splitmix, read_split, write_timed
 
@@ -96,12 +96,12 @@ def test_iso_times_equal_those_of_datetime(moment, zone, between):
     known = datetime.datetime.fromisoformat(text)
     known = known if known.tzinfo else known.replace(tzinfo=datetime.UTC)
     expected = (known - EPOCH) // datetime.timedelta(seconds=1)
-    values, wrong = as_times(pa.array(["7", text, "nonsense"]), "timestamp")
+    values, wrong = RawTime(("t",)).of_texts(pa.array(["7", text, "nonsense"]))
     assert (values.tolist(), wrong.tolist()) == ([7, expected, 0], [False, False, True])
 
 
 def test_fractions_of_seconds_are_rounded_down_and_bad_times_are_wrong():
-    values, wrong = as_times(pa.array(["1.75", "-0.25", "1e3", "2014-10-21T07:00:00.999Z"]), "timestamp")
+    values, wrong = RawTime(("t",)).of_texts(pa.array(["1.75", "-0.25", "1e3", "2014-10-21T07:00:00.999Z"]))
     assert (values.tolist(), wrong.any()) == ([1, -1, 1000, 1413874800], False)
     bad = ["", "soon", "1700000000000", "nan", "inf", "2014-02-30", "2014-10-21T25:00", "14:00", "2014-10-21 07"]
-    assert as_times(pa.array(bad), "timestamp")[1].all()
+    assert RawTime(("t",)).of_texts(pa.array(bad))[1].all()

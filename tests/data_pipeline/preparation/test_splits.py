@@ -15,6 +15,7 @@ from cowrec.data_pipeline import PrepareConfig, prepare
 from cowrec.data_pipeline.encoding.numbers import ValueCounts
 from cowrec.data_pipeline.preparation.splits import TimeOrder
 from cowrec.data_pipeline.raw.inputs import partitions
+from cowrec.errors import UserError
 from raw_cases import prepare_text, read_split
 from refusal import refused
 
@@ -140,11 +141,11 @@ def test_only_training_samples_are_fitted(tmp_path):
 
 def test_an_order_that_leaks_the_future_is_reported(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
-    times = list(range(100))
+    times = list(range(1_700_000_000, 1_700_000_100))
     prepared(tmp_path, times, split="order", test_rows=20)
     prepared(tmp_path, random.Random(0).sample(times, 100), split="time")
     assert caplog.messages == []
-    times[90], times[3] = 3, 90
+    times[90], times[3] = times[3], times[90]
     prepared(tmp_path, times, split="order", test_rows=20)
     (message,) = caplog.messages
     # The newest training sample is number 3, of time 90; older than it are 80 to 89 and that of time 3.
@@ -162,6 +163,34 @@ def test_an_order_without_leaks_is_not_reported_for_very_many_times(caplog):
     order.add(np.array([1_700_000_010]), np.array([2]))
     order.report()
     assert "not sorted by time" in caplog.text
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.sampled_from(["1700000000", "1700000060", "soon"]), st.integers(0, 1)), max_size=3),
+    split=st.sampled_from(["random", "order", "time"]),
+    skip=st.booleans(),
+)
+def test_files_of_few_or_bad_rows_end_with_a_message(tmp_path_factory, rows, split, skip):
+    """Of no, one, a few or bad rows alone: a bad row is named, unless it may be skipped, whatever the pass."""
+    folder = tmp_path_factory.mktemp("few")
+    lines = [f"{label},s,{time}" for time, label in rows]
+    given_keys = {"on_bad_row": "skip" if skip else "error", "split": split}
+    message = ""
+    try:
+        prepare_text(folder, SCHEMA, "\n".join(["label,shop,at", *lines]), config=PrepareConfig(**given_keys))
+    except UserError as error:  # and no other one
+        message = str(error)
+    if not skip and any(time == "soon" for time, _ in rows):
+        assert "column at: a time must be Unix seconds" in message
+
+
+def test_a_time_before_1990_is_told(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    prepared(tmp_path, range(100))
+    assert caplog.messages == [
+        "column 'at': 100 samples have a time before 1990; check the unit or the format of `time` in the schema file"
+    ]
 
 
 @pytest.mark.parametrize("time", [np.int64(50), np.datetime64("1970-01-01T00:00:50", "ns"), "1970-01-01T00:00:50"])
