@@ -2,8 +2,9 @@
 
 import re
 
-LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y", "converted", "conversion", "is_conversion",
-               "purchase", "purchased", "buy", "bought", "like", "liked", "response", "class", "rating")  # fmt: skip
+LABEL_NAMES = ("label", "click", "clk", "clicked", "is_click", "target", "y", "converted", "conversion",
+               "is_conversion", "purchase", "purchased", "buy", "bought", "like", "liked", "response", "class",
+               "rating")  # fmt: skip
 POSITIVE = ("yes", "y", "true", "t", "positive", "pos", "click", "clicked", "converted", "conversion", "purchase",
             "purchased", "buy", "bought", "like", "liked", "paid", "won", "success", "accepted",
             "subscribed")  # fmt: skip

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -260,12 +260,18 @@ class _Labels:
             raise UserError(f"{self.place}: no column {asked!r} for the label among {', '.join(self.guesses)}")
         columns = {name: guess.column for name, guess in self.guesses.items()}
         rules = {name: label_rule(column) for name, column in columns.items()}
-        two = [name for name, column in columns.items() if column.count == 2]
+        two = [name for name, column in columns.items() if column.count == 2 and not _is_denial(name, columns)]
         complete = [name for name in two if not columns[name].missing]
         known = [name for known in LABEL_NAMES for name in columns if name.lower() == known]
         named = [name for name in known if rules[name] is not None]
-        flags = [name for name in complete if (rule := rules[name]) is not None and not rule.keys]
-        candidates = [*[name for name in named if name in two], *flags, *named, *complete]
+        flags = [name for name in complete if (rule := rules[name]) is not None and not rule.doubts]
+        named_two = [name for name in named if name in two]
+        if not asked and not named_two and len(likely := flags or ([] if named else complete)) > 1:
+            raise UserError(
+                f"{self.place}: several columns could be the label: {', '.join(map(repr, likely[:5]))}; name it with"
+                f" --label, such as --label {likely[0]}"
+            )
+        candidates = [*named_two, *flags, *named, *complete]
         if not asked and not candidates:
             raise UserError(self._none_found(two))
         chosen = asked or candidates[0]
@@ -296,6 +302,11 @@ class _Labels:
             return "its values are neither two nor all numbers"
         remedy = "; shuffle the rows, or write the schema file by hand" if self.scope else ""
         return f"it has {('no value', 'one value')[column.count]}{self.scope}{remedy}"
+
+
+def _is_denial(name: str, columns: Iterable[str]) -> bool:
+    """True if the name of a column denies that of another one, as `nonclk` does `clk`."""
+    return any(re.fullmatch(NEGATION + re.escape(each), name, re.IGNORECASE) for each in columns)
 
 
 def label_rule(column: Column, *, partial: bool = False) -> Entry | None:

@@ -645,3 +645,21 @@ def test_each_remark_is_made_of_its_columns(remark):
     (found,) = (each for each in guess_column(column).remarks if each.text.startswith(text))
     assert found.unsure == remark.unsure
     assert str(unsure(text)) == f"unsure: {text}"
+
+
+def test_of_two_complementary_columns_the_label_is_the_positive_one(tmp_path: Path) -> None:
+    """As Taobao's display ads have them."""
+    rows = [f"u{n % 9},{n // 3 % 2},{1 - n // 3 % 2}" for n in range(300)]
+    (tmp_path / "raw.csv").write_text("\n".join(["user,nonclk,clk", *rows]))
+    text, layout, found = inferred(tmp_path / "raw.csv")
+    assert (layout.labels[0].column, found) == ("clk", {"user": "categorical"})
+    assert "# left out: 'nonclk': it says what the label is" in text
+
+
+def test_several_columns_that_are_as_likely_are_no_label(tmp_path: Path) -> None:
+    """A column of Yes and No weighs as much as one of 0 and 1."""
+    rows = [f"h{n % 3},{['No', 'Yes'][n // 2 % 2]},{n % 2}" for n in range(60)]
+    (tmp_path / "raw.csv").write_text("\n".join(["hotel,is_canceled,is_repeated_guest", *rows]))
+    message = "several columns could be the label: 'is_canceled', 'is_repeated_guest'; name it with --label"
+    refused(message, infer_schema, tmp_path / "raw.csv")
+    assert inferred(tmp_path / "raw.csv", "is_canceled")[1].labels[0].positive == ("Yes",)
