@@ -250,7 +250,10 @@ def find_files(text: str) -> list[str]:
     parts = path.split("/")
     plain = next((index for index, part in enumerate(parts) if PATTERN & set(part)), len(parts))
     folder = "/".join([start, *parts[:plain]]).rstrip("/") + query
-    names = [name for name in RemoteFolder(folder).list() if not _is_hidden(name.split("/"), parts[plain:])]
+    listed = RemoteFolder(folder).list()
+    for table, mark in _LAKE_MARKS.items():
+        _refuse_lake_table(text, table, fnmatch.filter([f"/{name}" for name in listed], f"*/{mark}*"))
+    names = [name for name in listed if not _is_hidden(name.split("/"), parts[plain:])]
     if plain < len(parts):
         names = [name for name in names if _matches(name.split("/"), parts[plain:])]
         if not names:
@@ -275,6 +278,8 @@ def _find_local(text: str) -> list[str]:
     found = {path: Path(path).parts for path in glob.glob(text, recursive=True)}
     shown = (path for path in found if not _is_hidden(found[path][plain:], parts[plain:]))
     matches = sorted(shown, key=found.__getitem__)
+    for each in {os.path.dirname(match) for match in matches}:
+        _check_folders(text, Path(each).absolute(), *Path(each).absolute().parents)
     # A folder and its files may both match.
     files = dict.fromkeys(file for each in matches for file in (_files_below(each) if os.path.isdir(each) else (each,)))
     if not files:
@@ -288,9 +293,30 @@ def _is_hidden(name: Sequence[str], pattern: Sequence[str]) -> bool:
     return any(part.startswith(hidden) for part in name)
 
 
+_LAKE_MARKS = {"Delta Lake": "_delta_log", "Hudi": ".hoodie", "Iceberg": "metadata/*.metadata.json"}
+"""What marks the folder of a table that also has the files of its earlier versions, by the format of the table."""
+
+
+def _check_folders(text: str, *folders: Path) -> None:
+    """Raises ValueError if a local folder is such a table."""
+    for folder in folders:
+        for table, mark in _LAKE_MARKS.items():
+            _refuse_lake_table(text, table, [*folder.glob(mark)])
+
+
+def _refuse_lake_table(text: str, table: str, marks: Sequence[object]) -> None:
+    if marks:
+        raise UserError(
+            f"input {text} is a {table} table ({marks[0]}), whose folder has deleted and replaced samples too; name the"
+            " files of its present version (of Delta Lake: DeltaTable(path).file_uris()), or write it to Parquet files"
+        )
+
+
 def _files_below(folder: str) -> list[str]:
+    _check_folders(folder, *Path(folder).absolute().parents)
     found: list[str] = []
     for parent, folders, names in os.walk(folder, followlinks=True):
+        _check_folders(folder, Path(parent))
         folders[:] = [each for each in folders if not each.startswith(HIDDEN)]
         found += [os.path.join(parent, name) for name in names if not name.startswith(HIDDEN)]
     return sorted(found, key=lambda path: Path(path).parts)

@@ -61,3 +61,19 @@ def test_inputs_are_checked(folder, inputs, message):
     (folder / "empty.csv").touch()
     with pytest.raises(ValueError, match=message):
         find_inputs(inputs)
+
+
+@pytest.mark.parametrize(
+    ("mark", "table"),
+    [("_delta_log/0.json", "Delta Lake"), (".hoodie/t", "Hudi"), ("metadata/v1.metadata.json", "Iceberg")],
+)
+def test_the_folder_of_a_lakes_table_is_refused(tmp_path, mark, table):
+    """In it or above it, by name or pattern; its files may be named one by one."""
+    files = [tmp_path / "table" / "day=1" / "a.parquet", tmp_path / "table" / mark]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    for text in (tmp_path, tmp_path / "table", tmp_path / "table/day=1", tmp_path / "table/day=1/*.parquet"):
+        with pytest.raises(ValueError, match=f"is a {table} table .* name the files of its present version"):
+            find_inputs([os.fspath(text)])
+    assert find_inputs([os.fspath(files[0])]) == [os.fspath(files[0])]
