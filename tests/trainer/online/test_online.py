@@ -151,7 +151,9 @@ def test_a_run_is_resumed_with_data_that_decode_alike(case: Path, tmp_path: Path
     like = replace(schema, splits={**schema.splits, "train": Split()}, sources=())
     like.save(data)
     assert online(config, data, str(case / "short"), tmp_path / "run", resume=True)["steps"] == begun["steps"]
-    replace(like, settings={**like.settings, "layout": like.settings["layout"] | {"time": "C1"}}).save(data)
+    layout = like.settings["layout"]
+    other = layout | {"time": layout["time"] | {"zone": "Europe/Berlin"}}
+    replace(like, settings={**like.settings, "layout": other}).save(data)
     message = r"it was prepared with other settings \(layout\)"
     refused(message, online, config, data, str(case / "short"), tmp_path / "run", resume=True)
 
