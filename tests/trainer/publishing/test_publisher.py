@@ -415,6 +415,7 @@ def test_after_a_refused_version_the_next_full_one_is_applied(tmp_path: Path, mo
             assert full > 3
             for follower in (early, late):
                 wait_for(lambda follower=follower: not follower.problem)
+            wait_for(lambda: all(own[-1] == 13 for own in applied))
     for own in applied:
         assert own[:2] == [1, 2]
         assert own[2:] == list(range(own[2], 14))
