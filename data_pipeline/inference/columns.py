@@ -1,4 +1,4 @@
-"""What a column holds: a table of named rules, of which the first that holds decides, and a table of remarks."""
+"""Tables of named rules and of remarks on a column: the first rule that holds decides what the column holds."""
 
 import math
 import re
@@ -18,7 +18,7 @@ SPACED = (", ", "; ")
 FEW_VALUES = 20
 """An integer column with at most so many distinct numbers is probably one of codes."""
 MOST_MISSING = 0.05
-"""Share of missing values up to which a column of times may be those of the samples."""
+"""Largest share of missing values of a column that may hold the times of the samples."""
 FREQUENT = 10
 """Samples of an integer from which on it may have an effect that its size does not tell."""
 LONG_TEXT = 60

@@ -345,7 +345,7 @@ def _positive(texts: Sequence[str]) -> str | None:
 
 
 def _without_leaks(guesses: Guesses, sample: RawSample, label: FoundLabel) -> dict[str, Guess]:
-    """Leaves out columns of few values, each of which has one class of the label only, and many samples of each."""
+    """Leaves out columns whose few values each occur with one class of the label; each class has many samples."""
     columns = dict(zip(sample.columns, zip(*sample.rows, strict=True), strict=True))
     texts = pa.array([text or "" for text in columns.get(label.column, ())], pa.string())
     keys: dict[str, Any] = {"threshold": label.rule.keys.get("threshold")}
@@ -378,7 +378,7 @@ def _fields(guesses: Guesses) -> tuple[list[Entry], list[Entry]]:
             for part in form.parts:
                 name = _unused(f"{column}_{part}", used, guesses)
                 keys = {"name": name, "column": column, "kind": "categorical", "part": part, **form.keys}
-                fields.append(Entry(keys, (Remark(f"{form.said}, of which this is the {part}"),)))
+                fields.append(Entry(keys, (Remark(f"the {part} of a time: {form.said}"),)))
             continue
         if not guess.kind:
             left_out.append(Entry({"column": column}, remarks))

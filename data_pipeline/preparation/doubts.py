@@ -98,7 +98,7 @@ def report(doubts: Doubts, layout: Layout) -> None:
     """Warns of what is suspicious about all samples."""
     _report_negatives({key: count for key, count in doubts.items() if key[1].startswith(NEGATIVE)})
     for (name, doubt), count in sorted(doubts.items()):
-        # Ids with decimals are no integers; and ids that are known are written as those of the vocabulary.
+        # Ids with decimals are no integers. Known ids are written as the vocabulary writes them.
         meant = doubts[name, DECIMALS] or (layout.for_prediction and not doubts[name, UNSEEN])
         if doubt in MESSAGES and not (doubt == POINTED and meant):
             logger.warning(MESSAGES[doubt].format(name=name, count=count))

@@ -387,7 +387,7 @@ def test_unsure_numbers_and_times(tmp_path: Path) -> None:
     assert layout.time == RawTime(("event_time",))
     assert 'unsure: weights of the samples? then remove it here, and add weight = "weight" above' in text
     field = '{name = "date_month", column = "date", kind = "categorical", part = "month", format = "%m/%d/%Y"}'
-    assert f"{field},  # %m/%d/%Y, of which this is the month" in text
+    assert f"{field},  # the month of a time: %m/%d/%Y" in text
 
 
 NUMERIC = {"2020": "numeric"}
