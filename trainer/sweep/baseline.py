@@ -95,7 +95,7 @@ class Known(NamedTuple):
         return found
 
 
-def baselines(data_dir: Path, output: Path, most_rows: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+def baselines(data_dir: Path, output: Path, most_rows: int) -> Iterator[dict[str, Any]]:
     """Trains LightGBM and logistic regression, measures the test split, and writes both as a run's metrics.
 
     LightGBM has its default values, and as many trees as give the best validation logloss. Its features are the numbers
@@ -107,7 +107,6 @@ def baselines(data_dir: Path, output: Path, most_rows: int, seed: int = 0) -> It
         data_dir: a prepared data set.
         output: folder to write; ``cowrec plot`` takes it as it takes a run.
         most_rows: the newest training samples are taken, at most so many; a sample takes 12 bytes for each feature.
-        seed: seed of LightGBM.
 
     Yields:
         For each model its name, the samples that it was trained on, what validation chose, seconds, and the measures of
@@ -130,7 +129,7 @@ def baselines(data_dir: Path, output: Path, most_rows: int, seed: int = 0) -> It
     with locked_folder(output):
         for name, fit in models.items():
             begun = time.perf_counter()
-            predict, chosen = fit(schema, known, train, validation, seed)
+            predict, chosen = fit(schema, known, train, validation)
             seconds = time.perf_counter() - begun
             of_test, of_validation = (_measured(predict(part), part) for part in (test, validation))
             chosen |= {f"validation_{key}": of_validation[key] for key in ("auc", "logloss")}
@@ -171,7 +170,7 @@ def _measured(logits: np.ndarray, part: Part) -> dict[str, Any]:
 
 
 def _lightgbm(
-    schema: Schema, known: Mapping[str, Known], train: Part, validation: Part, seed: int
+    schema: Schema, known: Mapping[str, Known], train: Part, validation: Part
 ) -> tuple[Callable[[Part], np.ndarray], dict[str, Any]]:
     import lightgbm
 
@@ -198,7 +197,7 @@ def _lightgbm(
             values[:, place] = np.where((last < 0) | (last >= _MOST_IDS), np.nan, last)
         return values
 
-    parameters = {"objective": "binary", "verbosity": -1, "seed": seed, "deterministic": True, "force_row_wise": True}
+    parameters = {"objective": "binary", "verbosity": -1, "deterministic": True, "force_row_wise": True}
     of_train = lightgbm.Dataset(
         features(train),
         train.label,
@@ -218,7 +217,7 @@ def _lightgbm(
 
 
 def _logistic_regression(
-    schema: Schema, known: Mapping[str, Known], train: Part, validation: Part, seed: int
+    schema: Schema, known: Mapping[str, Known], train: Part, validation: Part
 ) -> tuple[Callable[[Part], np.ndarray], dict[str, Any]]:
     from scipy.sparse import csr_array
     from sklearn.linear_model import LogisticRegression
