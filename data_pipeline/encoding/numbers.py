@@ -202,7 +202,7 @@ class Transforms:
 def bound(field: DenseField) -> float:
     """Returns the largest magnitude of a field's encoded numbers, so that one number cannot end or cripple training.
 
-    Under "none", ten times that of the numbers fitted on, within limits. All are float32 numbers.
+    Under "none" the bound is ten times that of the numbers fitted on, within limits. All bounds are float32 numbers.
     """
     if field.transform != "none":
         return BOUND

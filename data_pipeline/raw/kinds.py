@@ -1,8 +1,9 @@
 """The kinds of raw values: the canonical type of each, what its values must be, and how they become canonical.
 
-Values become canonical in one of two ways, by the same rules: `read_fields` takes whole columns of any Arrow type that
-can hold them; `RawType.canonical_value` takes single values, of which one column may have several types in JSON, and a
-wrong one must leave other samples whole. A further kind of column is an entry in `KINDS` and a branch in `read_fields`.
+Values become canonical in one of two ways, by the same rules. `read_fields` takes whole columns of any Arrow type that
+can hold them. `RawType.canonical_value` takes single values: in JSON one column may have values of several types, and a
+wrong value must leave other samples whole. A further kind of column is an entry in
+`KINDS` and a branch in `read_fields`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
