@@ -270,6 +270,7 @@ from cowrec.sparse_opt import *
     assert child.returncode == 0, child.stderr
 
 
+@pytest.mark.thorough
 def test_steps_on_a_gpu_need_neither_numba_nor_pyarrow() -> None:
     """Triton's kernels, the bench and its stream of ids; ``numba`` compiles for CPU, pyarrow reads data sets."""
     program = """

@@ -220,7 +220,7 @@ anything = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     changes=st.lists(st.dictionaries(st.sampled_from(["price", "city", "tags", "past views"]), anything), max_size=3)
 )

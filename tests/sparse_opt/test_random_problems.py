@@ -36,7 +36,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_random_problems_equal_plain_loops(world: int, pytestconfig: pytest.Config) -> None:
+def test_random_problems_equal_plain_loops(world: int, pytestconfig: pytest.Config, thorough: bool) -> None:
     """A failing problem is shown after it has been simplified; it can be passed to :func:`check` as it is."""
     number = pytestconfig.getoption("--fuzz")
     given_seed = pytestconfig.getoption("--hypothesis-seed", None)
@@ -46,7 +46,7 @@ def test_random_problems_equal_plain_loops(world: int, pytestconfig: pytest.Conf
             assert_solved(problem, processes.train(problem))
 
         @settings(
-            max_examples=number or EXAMPLES,
+            max_examples=number or (EXAMPLES if thorough else EXAMPLES // 3),
             derandomize=number is None,
             database=None,
             deadline=None,

@@ -83,6 +83,7 @@ def test_other_sets_are_refused_with_what_to_install(tmp_path: Path, versions: s
     assert not [each for each in fragments if each not in message], message
 
 
+@pytest.mark.thorough
 def test_an_untested_set_that_follows_the_rule_is_used_if_it_loads(tmp_path: Path) -> None:
     """The packages are the installed ones, under other versions; a module that is hidden does not load."""
     build = CUDA_BUILD if list(distributions(name=CUDA_BUILD)) else CPU_BUILD

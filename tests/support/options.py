@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the third tier (make test-all), unless the command line names its files or tests."""
-    if config.getoption("--thorough") or any("::" in argument for argument in config.args):
+    if is_thorough(config):
         return
 
     def is_third(path: Path) -> bool:
@@ -67,6 +67,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def is_thorough(config: pytest.Config) -> bool:
+    """Whether the third tier runs too: --thorough asks for it, or the command line names tests."""
+    return config.getoption("--thorough") or any("::" in argument for argument in config.args)
+
+
+@pytest.fixture(scope="session")
+def thorough(pytestconfig: pytest.Config) -> bool:
+    """Whether the third tier runs too, for fixtures that do the work of several tests."""
+    return is_thorough(pytestconfig)
 
 
 @pytest.fixture

@@ -84,7 +84,8 @@ OF_RANKS = {
     f"{plan}, rank {rank} of {world_size}": case(rank, world_size, sharding={"plan": plan})
     for plan, rank, world_size in (("auto", 0, 2), ("row_wise", 1, 2), ("column_wise", 1, 2), ("table_wise", 3, 4))
 }
-THOROUGH = ("row-wise Adagrad", "column_wise, rank 1 of 2", "table_wise, rank 3 of 4")
+THOROUGH = ("lazy", "three widths and two rates", "row-wise Adagrad", "auto, rank 0 of 2", "column_wise, rank 1 of 2")
+THOROUGH += ("table_wise, rank 3 of 4",)
 """Cases of the third tier."""
 
 

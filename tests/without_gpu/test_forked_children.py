@@ -43,6 +43,7 @@ print(json.dumps([methods, asked]))
 """
 
 
+@pytest.mark.thorough
 def test_children_are_spawned_where_there_is_a_gpu() -> None:
     command = [sys.executable, "-c", PROBE, *MODULES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=3600)

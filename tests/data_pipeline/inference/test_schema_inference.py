@@ -65,7 +65,7 @@ def prepared(raw, **settings):
     return prepare("tabular", [raw], raw.with_name("data"), config, schema_file=schema_file)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_the_schema_of_any_table_prepares_it(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("infer")

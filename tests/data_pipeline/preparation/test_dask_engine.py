@@ -32,6 +32,7 @@ def both(cluster, folder, *arguments, **options):
     return content(folder / "here"), content(folder / "there")
 
 
+@pytest.mark.thorough
 def test_a_cluster_writes_the_same_files(cluster, tmp_path):
     """Covers plain and compressed text and large row groups, which are grouped into tasks differently."""
     config = PrepareConfig(shard_rows=60, split="order", test_rows=100, min_count=2, dense="buckets", fit_on="all")

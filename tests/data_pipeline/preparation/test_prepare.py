@@ -65,7 +65,7 @@ def check_mixed(folder, split, rows, train, config):
     assert [np.float32(each).tolist() for each in expected] == columns["history__weight"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(raw_rows(), st.data())
 def test_any_table_is_encoded_like_the_oracle(tmp_path_factory, rows, data):
     folder, rows = tmp_path_factory.mktemp("mixed"), [text for text, _ in rows]

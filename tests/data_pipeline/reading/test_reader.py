@@ -65,7 +65,7 @@ def test_shards_are_shuffled_and_mixed_within_a_window(numbered):
     assert len({row // 20 for row in served[:15]}) > 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     world_size=st.integers(1, 3),
@@ -386,7 +386,7 @@ def keyed(samples: int, *key: int) -> list[int]:
     return window(samples, *key).keyed_order(CPU).tolist()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 1000), st.integers(1, 1000))
 def test_the_keyed_order_sorts_the_outputs_of_splitmix64(samples, seed, epoch, number):
     start = int(np.random.SeedSequence((seed, epoch, number)).generate_state(1, np.uint64)[0])

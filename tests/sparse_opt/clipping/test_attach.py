@@ -457,6 +457,7 @@ def attached_now_and_then(rank: int, folder: str) -> None:
             assert torch.equal(first, weight), "ranks hold different copies"
 
 
+@pytest.mark.thorough
 def test_replicated_tables_are_reduced_after_remove(tmp_path: Path) -> None:
     in_processes(attached_now_and_then, (str(tmp_path),), 2)
 

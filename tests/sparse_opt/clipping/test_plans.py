@@ -66,7 +66,7 @@ def expected() -> dict[tuple[str, str], Trained]:
         return {key: processes.train(problem_of(case, "table_wise", 1))[0] for key, case in cases().items()}
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_all_plans_train_the_same(processes: int, expected: dict[tuple[str, str], Trained]) -> None:
     """Four processes train one case of each plan, and what needs two hosts."""
     these = [key for key in cases() if processes == 4 or key[1] != "grid_shard"]

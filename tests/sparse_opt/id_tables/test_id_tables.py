@@ -234,6 +234,7 @@ def translated(tables: IdTables, method: str, sample: tuple[torch.Tensor]) -> ob
     return getattr(tables, method)(*one(int(sample[0])))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("start", "method"), [("fork", "assign"), ("fork", "rows_of"), ("spawn", "assign")])
 def test_copies_in_workers_of_a_loader_are_refused(start: str, method: str) -> None:
     """Each would give rows of its own, and the tables in this process none."""

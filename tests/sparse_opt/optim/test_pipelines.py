@@ -167,7 +167,8 @@ def test_a_staged_pipeline_trains_as_the_loop_whose_lookups_it_makes(mode: str, 
     assert_trains_as(model, outputs, expected, other)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("attach", marks=pytest.mark.thorough), "replay"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["attach", "replay"])
 def test_a_compiled_model_trains_as_without(mode: str) -> None:
     """Lookups run outside of the compiled graph, also of one that was compiled and traced before attaching."""
     model = plain_model()

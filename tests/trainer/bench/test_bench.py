@@ -54,7 +54,7 @@ from trainer_cases import free_port, launched_as
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("mode", ["replay", "dense"])
+@pytest.mark.parametrize("mode", ["replay", pytest.param("dense", marks=pytest.mark.thorough)])
 def test_rows_enter_the_state_that_the_stream_leaves(tmp_path, mode):
     assert last_steps(np.array([0, 1, 4, 5, 9], np.int32), 4, 2).tolist() == [0, 1, 1, 2, 2]
     ids, batch_size, steps = CriteoIds(max_rows=30), 8, 5
@@ -173,6 +173,7 @@ def test_tables_cope_with_combinations_that_are_missing():
     assert re.search(rf"^{modes[1]} +[\d,.]+ +-$", table(four[:-1]), re.MULTILINE)
 
 
+@pytest.mark.thorough
 def test_several_cases_can_be_measured_in_one_process(tmp_path):
     """As on CUDA. The failed one ends its process, the next gets a new one."""
     settings, ids = Bench(["lazy"], [32], max_rows=50, epoch_share=1e-5, seconds=0.0), CriteoIds(max_rows=50)

@@ -165,6 +165,7 @@ def test_a_run_over_a_data_set_is_no_run_over_a_stream(case: Path, tmp_path: Pat
     refused(message, online, config, case / "data", str(case / "short"), tmp_path / "run", resume=True)
 
 
+@pytest.mark.thorough
 def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: Path) -> None:
     """Also with other settings of the operation, and with readers, which lose ids that the run had before.
 
@@ -438,6 +439,7 @@ def test_batch_normalisation_never_meets_a_single_sample(spoiled_run: Any, spoil
     assert (report["steps"], report["samples"]) == (2, BATCH + 1)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_sets_the_same_batches_aside(spoiled_run: Any, tmp_path: Path) -> None:
     given = ["online.snapshot_seconds=0", "checkpoint.keep_last=1000"]
     spoiled_run("poisoned", "whole", *given)

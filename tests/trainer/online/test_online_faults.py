@@ -130,6 +130,7 @@ def test_a_killed_redis_loses_nothing(case: Path, undisturbed: Path, tmp_path: P
     assert_same(run_dir, undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_target_that_hangs_does_not_stop_training(case: Path, undisturbed: Path, tmp_path: Path) -> None:
     """Redis is frozen before the first publication; the run ends as it would without publishing."""
     with redis_server(tmp_path / "redis") as server:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +37,32 @@ CASES: dict[str, list[str]] = {
     "shared": [*EXACT, 'id_table.tables={both = {fields = ["C1", "C3"], capacity = 90}}'],
     "hash": [*EXACT, "id_table.kind=hash", "id_table.capacity=400", *MIXED],
 }
+FIRST = ("expiry", "hash")
+"""Cases of the first tiers."""
 
 POISONED = 4
 """Batch, from 0, with a sample whose prediction overflows; it is in the slice of the last process."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_once(tmp_path_factory, "online_processes", make_runs)
+def folder(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path:
+    return made_once(tmp_path_factory, "online_processes", lambda folder: make_runs(folder, thorough))
 
 
-def make_runs(folder: Path) -> None:
+def make_runs(folder: Path, thorough: bool) -> None:
     """Trains ``runs1/NAME``, ``runs2/NAME`` and ``runs4/NAME``."""
     make_streams(folder)
-    for name in CASES:
-        assert online_case(case_of(folder, 1, name)) == "ok"
-    assert online_case(poisoned(folder, 1)) == online_case(first_part(folder, 1)) == "ok"
-    four = [case_of(folder, 4, name) for name in CASES]
-    four += [poisoned(folder, 4), idle(folder, 4), first_part(folder, 4), damaged(folder)]
-    for outcomes in outcomes_in_processes(online_case, four, 4):
-        assert outcomes[:-1] == ["ok"] * (len(four) - 1)
+    names = CASES if thorough else FIRST
+    one, four = ([*(case_of(folder, count, name) for name in names), poisoned(folder, count)] for count in (1, 4))
+    if thorough:
+        one.append(first_part(folder, 1))
+        four += [idle(folder, 4), first_part(folder, 4)]
+    assert [online_case(case) for case in one] == ["ok"] * len(one)
+    for outcomes in outcomes_in_processes(online_case, [*four, damaged(folder)], 4):
+        assert outcomes[:-1] == ["ok"] * len(four)
         assert "000002.parquet" in outcomes[-1], "the error of the first process, on all of them"
-    resume(folder)
+    if thorough:
+        resume(folder)
 
 
 def make_streams(folder: Path) -> None:
@@ -125,7 +130,11 @@ def resume(folder: Path) -> None:
     assert outcomes_in_processes(online_case, [again], 2) == [["ok"]] * 2
 
 
-@pytest.mark.parametrize("name", CASES)
+def tiered(names: Iterable[str]) -> list[Any]:
+    return [name if name in FIRST else pytest.param(name, marks=pytest.mark.thorough) for name in names]
+
+
+@pytest.mark.parametrize("name", tiered(CASES))
 def test_four_processes_equal_one(folder: Path, name: str) -> None:
     assert_equal(folder / "runs1" / name, folder / "runs4" / name)
     if "C1" in str(CASES[name]):
@@ -133,6 +142,7 @@ def test_four_processes_equal_one(folder: Path, name: str) -> None:
         assert sharding["ranks"] == 4
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_bit_identical(folder: Path) -> None:
     """From a snapshot in the middle, with replayed rows under a mixed plan; its publication brings rows up to date."""
     copy, whole = (folder / "runs2" / name for name in ("copy", "whole"))
@@ -141,17 +151,19 @@ def test_a_resumed_run_is_bit_identical(folder: Path) -> None:
         assert metrics(copy, kind) == metrics(whole, kind)
 
 
+@pytest.mark.thorough
 def test_fewer_processes_resume(folder: Path) -> None:
     """Four train the first part of the stream, two the rest."""
     assert_equal(folder / "runs1" / "resumed", folder / "runs4" / "resumed")
     assert report_of(folder / "runs4" / "resumed")["world_size"] == 2
 
 
+@pytest.mark.thorough
 def test_a_quiet_stream_is_waited_for(folder: Path) -> None:
     assert_equal(folder / "runs1" / "expiry", folder / "runs4" / "idle")
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "expiry"])
+@pytest.mark.parametrize("name", tiered(name for name in CASES if name != "expiry"))
 def test_readers_of_publications_equal_an_export(folder: Path, name: str) -> None:
     run_dir = folder / "runs4" / name
     served = assert_readers_equal_an_export(folder, run_dir, f"{run_dir}_published", source="in")
@@ -197,6 +209,7 @@ OF_HISTORIES += ["model.name=din", "id_table.expire_after=''", "id_table.capacit
 """Fewer rows than items, so that ids are evicted."""
 
 
+@pytest.mark.thorough
 def test_histories_are_published_and_trained_by_processes_alike(tmp_path: Path) -> None:
     make_histories(tmp_path, HISTORIES, raw_ids=True)
     (tmp_path / "run.toml").write_text(CONFIG.replace("embedding_dims = { C1 = 9, C3 = 9 }", ""))

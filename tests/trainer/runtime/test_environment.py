@@ -119,6 +119,7 @@ def test_errors_and_ends_of_a_subprocess_are_errors() -> None:
             process.call(os.abort)
 
 
+@pytest.mark.thorough
 def test_with_a_gpu_subprocesses_are_not_forked_and_bugs_keep_their_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,7 +140,8 @@ def test_a_shard_deleted_between_epochs_is_named(tmp_path: Path, start) -> None:
     assert list((tmp_path / "run" / "checkpoints").glob("step_?????????"))
 
 
-@pytest.mark.parametrize("ended", ["ctrl_c", pytest.param("launcher_killed", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("ended", ["ctrl_c", "launcher_killed"])
 def test_both_ranks_end_with_one_checkpoint(folder: Path, tmp_path: Path, ended: str) -> None:
     """The terminal sends SIGINT to every process of its group, and torchrun sends it to the ranks again. If torchrun is
     killed, its ranks must not go on alone."""

@@ -165,7 +165,14 @@ def random_samples(rng: random.Random, ids: int, count: int = 40) -> SampleBlock
     return SampleBlock(torch.rand(count, 1), torch.zeros(count), torch.tensor(single), {"basket": bags})
 
 
-@pytest.mark.parametrize(("ids", "precision"), [(8, "float32"), (3000, "float32"), (30, "float16"), (30, "int8")])
+@pytest.mark.parametrize(
+    ("ids", "precision"),
+    [
+        (8, "float32"),
+        (30, "int8"),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((3000, "float32"), (30, "float16"))),
+    ],
+)
 def test_ids_that_are_added_deleted_and_added_again(tmp_path: Path, ids: int, precision: str) -> None:
     """Compares with dictionaries and loops: new, deleted and returning ids, a shared table, growing rows and slots.
 
@@ -250,6 +257,7 @@ def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 VERSIONS, IDS = 12, 500
 
 
+@pytest.mark.thorough
 def test_every_prediction_is_of_one_version(tmp_path: Path) -> None:
     """Bit-identical to the prediction of a model to which the versions are applied while nobody else uses it.
 

@@ -1,7 +1,7 @@
 """Several processes train what one does, under every plan, and resume each other's runs under other plans."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +49,25 @@ ALONE: dict[str, tuple[str, list[str]]] = {
     "ids_hash": ("unweighted", ["id_table.kind=hash", "id_table.capacity=7"]),
 }
 """Runs of one process: data set and settings."""
-SEVERAL = [
-    *[("adam", 2, TABLE_WISE), ("adam", 2, ROW_WISE), ("adam", 2, f"{ROW_WISE} train.accumulation=4")],
-    *[("stock", 2, ROW_WISE), ("fused", 2, TABLE_WISE), ("fused", 2, ROW_WISE)],
-    *[("patient", 2, ""), ("one_test_row", 2, ROW_WISE), ("synthetic", 2, ROW_WISE)],
-    *[("ids", 2, ROW_WISE), ("ids", 2, 'sharding.tables={city="table_wise",tags="data_parallel"}')],
-    *[("ids_lazy", 2, "sharding.plan=column_wise"), ("ids_full", 2, ROW_WISE), ("ids_counted", 2, ROW_WISE)],
-    *[("ids_adagrad", 2, ""), ("ids_hash", 2, ROW_WISE), ("adam", 4, MIXED), ("lazy", 4, MIXED)],
-    *[("adagrad", 4, "sharding.plan=column_wise"), ("adagrad", 4, "sharding.plan=table_row_wise")],
+FIRST = [
+    *[("adam", 2, TABLE_WISE), ("adam", 2, ROW_WISE), ("stock", 2, ROW_WISE), ("fused", 2, TABLE_WISE)],
+    *[("patient", 2, ""), ("ids", 2, ROW_WISE), ("ids_counted", 2, ROW_WISE), ("adam", 4, MIXED)],
 ]
+LATER = [
+    *[("adam", 2, f"{ROW_WISE} train.accumulation=4"), ("fused", 2, ROW_WISE)],
+    *[("one_test_row", 2, ROW_WISE), ("synthetic", 2, ROW_WISE)],
+    *[("ids", 2, 'sharding.tables={city="table_wise",tags="data_parallel"}'), ("ids_full", 2, ROW_WISE)],
+    *[("ids_lazy", 2, "sharding.plan=column_wise"), ("ids_adagrad", 2, ""), ("ids_hash", 2, ROW_WISE)],
+    *[("lazy", 4, MIXED), ("adagrad", 4, "sharding.plan=column_wise"), ("adagrad", 4, "sharding.plan=table_row_wise")],
+]
+"""Those of the third tier."""
+SEVERAL = [*FIRST, *LATER]
 """Runs of several processes: the run of one that they must equal, and how their tables are sharded.
 
 Batches of 51 are uneven slices; the last one of each epoch is one sample, none for the other processes.
 """
-RESUMED = ("adam", "lazy", "stock", "ids_full")
+RESUMED = {"adam": True, "ids_full": True, "lazy": False, "stock": False}
+"""Runs that others resume, and whether the first tiers test this."""
 OTHERWISE = {"stock": "sharding.plan=table_row_wise", "ids_full": TABLE_WISE}
 """In place of MIXED."""
 # processes, plan, and the step to resume from; there are checkpoints at 3, 5, 6, 9 and 10.
@@ -74,8 +79,14 @@ def case(folder: Path, run_dir: Path, name: str, plan: str = "", **more: Any) ->
     return case_of(folder, run_dir, *settings, *plan.split(), data=folder / data / "data", **more)
 
 
-def make_runs(folder: Path) -> None:
+def in_tiers(thorough: bool) -> tuple[list[tuple[str, int, str]], list[str]]:
+    """The elements of SEVERAL and RESUMED that this run tests."""
+    return SEVERAL if thorough else FIRST, [name for name, first in RESUMED.items() if first or thorough]
+
+
+def make_runs(folder: Path, thorough: bool) -> None:
     """Trains ``runs1/NAME`` and ``several/N``, where N is the number in SEVERAL."""
+    wanted, resumed = in_tiers(thorough)
     config_file(folder)
     make_data(folder / "weighted")
     make_data(folder / "unweighted", UNWEIGHTED)
@@ -83,7 +94,7 @@ def make_runs(folder: Path) -> None:
     make_data(folder / "one_test_row", test_rows=1)
     sizes = {"rows": TRAIN_ROWS, "test_rows": TEST_ROWS, "vocabulary_scale": 1e-6}
     synthesize(folder / "synthetic" / "data", SynthesizeConfig(**sizes))
-    for name in ALONE:
+    for name in dict.fromkeys([*(name for name, _, _ in wanted), *resumed]):
         assert train_case(case(folder, folder / "runs1" / name, name)) == "ok"
     unknown = case(folder, folder / "refused", "lazy", 'sharding.tables={citty="row_wise"}')
     for processes, refused, message in (
@@ -92,7 +103,7 @@ def make_runs(folder: Path) -> None:
     ):
         cases = [
             case(folder, folder / "several" / str(number), name, plan)
-            for number, (name, count, plan) in enumerate(SEVERAL)
+            for number, (name, count, plan) in enumerate(wanted)
             if count == processes
         ]
         for *good, last in outcomes_in_processes(train_case, [*cases, refused], processes):
@@ -102,8 +113,13 @@ def make_runs(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_once(tmp_path_factory, "several_processes", make_runs)
+def folder(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path:
+    return made_once(tmp_path_factory, "several_processes", lambda folder: make_runs(folder, thorough))
+
+
+def tiered(cases: Iterable[Any], first: Container[Any]) -> list[Any]:
+    """The cases as parameters; those that are not among the first ones belong to the third tier."""
+    return [each if each in first else pytest.param(each, marks=pytest.mark.thorough) for each in cases]
 
 
 def several(folder: Path, *of: str | int) -> Path:
@@ -115,7 +131,7 @@ def assert_same_epochs(runs: Sequence[Path]) -> None:
         assert_same_measures(first, second)
 
 
-@pytest.mark.parametrize("of", SEVERAL, ids=" ".join(map(str, range(len(SEVERAL)))).split())
+@pytest.mark.parametrize("of", tiered(SEVERAL, FIRST), ids=" ".join(map(str, range(len(SEVERAL)))).split())
 def test_several_processes_train_what_one_does(folder: Path, of: tuple[str, int, str]) -> None:
     """Up to sums in another order, of other rows with id tables."""
     name, processes, _ = of
@@ -164,14 +180,14 @@ def test_the_plan_is_saved(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def resumed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def resumed(folder: Path, tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path:
     """Trains ``stageN/NAME``, each resumed from the stage before, the first one from the run of one process."""
 
     def make(stages: Path) -> None:
         before = folder / "runs1"
         for stage, (processes, plan, step) in enumerate(STAGES):
             cases = []
-            for name in RESUMED:
+            for name in in_tiers(thorough)[1]:
                 run_dir = interrupted(before / name, step, stages / f"stage{stage}" / name)
                 own = OTHERWISE.get(name, plan) if plan == MIXED else plan
                 cases.append(case(folder, run_dir, name, own, resume=True))
@@ -182,7 +198,7 @@ def resumed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("stage", range(len(STAGES)))
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", tiered(RESUMED, in_tiers(thorough=False)[1]))
 def test_another_number_of_processes_resumes_under_another_plan(
     folder: Path, resumed: Path, name: str, stage: int
 ) -> None:

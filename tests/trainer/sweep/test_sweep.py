@@ -191,13 +191,8 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     assert "(1 of 2)" in sweep_table(found)
 
 
-@pytest.mark.parametrize(
-    "whom",
-    [
-        "the sweep by Ctrl-C",
-        *(pytest.param(whom, marks=pytest.mark.thorough) for whom in ("the sweep by SIGTERM", "its run by SIGTERM")),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("whom", ["the sweep by Ctrl-C", "the sweep by SIGTERM", "its run by SIGTERM"])
 def test_a_stopped_sweep_says_how_to_continue_and_does(folder: Path, tmp_path: Path, whom: str) -> None:
     epochs, output, grid = 100, tmp_path / "out", Grid([51], ["linear"], ["off"], 1)
     run = output / "runs" / "linear-51-clip_off-seed0"

@@ -186,7 +186,8 @@ def compare(case: tuple[str, ...], process: Process) -> None:
     assert_equal(everything(fresh), end)
 
 
-@pytest.mark.parametrize("case", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", [0, 1])
 def test_interpreted(case: int) -> None:
     """Runs in a subprocess, because Triton reads TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton", reason="Triton is not installed")
