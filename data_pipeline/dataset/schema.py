@@ -305,8 +305,8 @@ class Schema:
             ) from None
         except NotADirectoryError:
             raise UserError(
-                f"{folder} is a file, not the folder of a prepared data set; if it has raw samples, prepare it first:"
-                f" cowrec schema infer {folder}, then cowrec prepare tabular --input {folder}"
+                f"{folder} is a file, not the folder of a prepared data set; if it has raw samples, cowrec fit {folder}"
+                f" trains on them, and cowrec predict and evaluate take them with --input {folder}"
             ) from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise UserError(f"{path} cannot be read ({error}); prepare the data set again") from error

@@ -1,20 +1,15 @@
 """The commands that make data: ``cowrec schema infer | prepare | synthesize | stream``."""
 
 import dataclasses
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from tqdm import tqdm
-from typer.core import TyperCommand
 
 from cowrec.errors import UserError
 
-from .flags import count_flag, output_flag
+from .flags import RAW_FILES, InputsCommand, Keep, count_flag, kept_columns, output_flag, prepare_config, progress_bar
 
 app = typer.Typer()
 schema = typer.Typer(no_args_is_help=True, help="Describes the columns of raw files, for `prepare tabular --schema`.")
@@ -26,7 +21,7 @@ SplitInputs = Annotated[
 ]
 
 
-class _Prepare(TyperCommand):
+class _Prepare(InputsCommand):
     """The command ``prepare``; for a setting written as a flag, its error names the ``--set`` to write instead."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -38,20 +33,7 @@ class _Prepare(TyperCommand):
             key = flag.removeprefix("--").replace("-", "_")
             if flag.startswith("--") and key in settings:
                 raise UserError(f"prepare has no {flag}; write --set prepare.{key}={value or 'VALUE'}")
-        return super().parse_args(ctx, list(_one_flag_per_input(args)))
-
-
-def _one_flag_per_input(args: Sequence[str]) -> Iterator[str]:
-    """Repeats --input, --validation and --test before each of several values, as a shell's pattern gives them."""
-    flag, values = "", 0  # values since the flag
-    for argument in args:
-        if argument.startswith("-"):
-            flag, values = argument if argument in ("--input", "-i", "--validation", "--test") else "", 0
-        elif flag:
-            if values:
-                yield flag
-            values += 1
-        yield argument
+        return super().parse_args(ctx, args)
 
 
 @schema.command()
@@ -84,11 +66,7 @@ def prepare(
     layout: Annotated[Literal["criteo", "avazu", "tabular"], typer.Argument(help="Layout of the raw files.")],
     inputs: Annotated[
         list[str],
-        typer.Option(
-            "--input",
-            "-i",
-            help="Files, patterns, folders: text, or that in gz, zst, xz, bz2, lz4, zip; Parquet; Arrow.",
-        ),
+        typer.Option("--input", "-i", help=RAW_FILES),
     ],
     output: Annotated[str, typer.Option("--output", "-o", help="Folder to write: a path or s3://BUCKET/DATA.")],
     schema_file: Annotated[
@@ -101,9 +79,7 @@ def prepare(
     ] = None,
     validation: SplitInputs = None,
     test: SplitInputs = None,
-    keep: Annotated[
-        list[str] | None, typer.Option(help="Raw column that predictions show beside the probability; repeatable.")
-    ] = None,
+    keep: Keep = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing data set.")] = False,
     config: Annotated[Path | None, typer.Option(help="A run's TOML file, whose [prepare] section to use.")] = None,
     raw_ids: Annotated[
@@ -136,8 +112,8 @@ def prepare(
     from cowrec.data_pipeline import work_bytes
 
     files = [*inputs, *(validation or ()), *(test or ())]
-    settings = _prepare_config(config, [*(overrides or ()), *(["prepare.raw_ids=true"] if raw_ids else ())])
-    with _bar(work_bytes(files, like=like, config=settings), "B", f"prepare {layout}") as bar:
+    settings = prepare_config(config, [*(overrides or ()), *(["prepare.raw_ids=true"] if raw_ids else ())])
+    with progress_bar(work_bytes(files, like=like, config=settings), "B", f"prepare {layout}") as bar:
         made = run(
             layout,
             inputs,
@@ -147,7 +123,7 @@ def prepare(
             like=like,
             validation=validation or (),
             test=test or (),
-            keep=keep or (),
+            keep=kept_columns(keep),
             overwrite=overwrite,
             progress=bar.update,
             scheduler=scheduler,
@@ -184,7 +160,7 @@ def synthesize(
     from cowrec.data_pipeline.synthetic.drifting import DriftConfig
     from cowrec.data_pipeline.synthetic.histories import HistoryConfig, synthesize_histories
 
-    with _bar(rows + test_rows, " samples", "synthesize") as bar:
+    with progress_bar(rows + test_rows, " samples", "synthesize") as bar:
         if histories and days:
             raise UserError("--histories and --days are two models; leave one out")
         if (histories or days) and vocabulary_scale is not None:
@@ -242,26 +218,6 @@ def stream(
     print(f"{to}: {sent:,} samples")
 
 
-def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
-    """Applies overrides to the ``[prepare]`` section of a run's TOML file, all of which must be valid."""
-    from cowrec.data_pipeline import PrepareConfig
-
-    from ..config.run import apply_override, config_from, load_config
-
-    section = load_config(toml).prepare if toml else PrepareConfig()
-    given: dict[str, Any] = {"prepare": {}}
-    for override in overrides:
-        apply_override(given, override)
-    values = given.pop("prepare")
-    if given:
-        raise UserError(f"prepare takes --set prepare.key=value only, got section {', '.join(given)}")
-    if values.get("split", section.split) != section.split:
-        # The file's sizes of splits belong to the file's kind of split.
-        sizes = [f"{name}_{size}" for name in ("test", "validation") for size in ("fraction", "rows", "from")]
-        values = {**dict.fromkeys(sizes), **values}
-    return config_from({"prepare": {**dataclasses.asdict(section), **values}}).prepare
-
-
 def _summary(schema: Any) -> str:
     """Sizes of a data set and shares of positive samples, in one line."""
     from cowrec.data_pipeline.raw.bad_rows import counts_text
@@ -277,9 +233,3 @@ def _summary(schema: Any) -> str:
     num_ids = sum(field.num_embeddings for field in schema.sparse)
     ids = "raw ids" if schema.has_raw_ids else f"{num_ids:,} ids"
     return f"{sizes}; {len(schema.dense)} dense and {len(schema.sparse)} sparse fields, {ids}{skipped}"
-
-
-@contextmanager
-def _bar(total: int, unit: str, what: str) -> Iterator[tqdm]:
-    with tqdm(total=total, unit=unit, desc=what, unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
-        yield bar

@@ -1,10 +1,16 @@
 """Flags of several commands and the values of flags: runs, logs, counts, lists with commas, paths."""
 
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from tqdm import tqdm
+from typer.core import TyperCommand
 
 from cowrec.errors import UserError
 from cowrec.names import parse_count
@@ -67,6 +73,40 @@ def parse_local(text: str) -> Path:
     raise typer.BadParameter(f"{text} must be a local path; write there, then copy it")
 
 
+RAW_FILES = "Files, patterns, folders: text, or that in gz, zst, xz, bz2, lz4, zip; Parquet; Arrow."
+
+
+class InputsCommand(TyperCommand):
+    """A command that takes several files after one --input, as a shell's pattern gives them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(_one_flag_per_input(args)))
+
+
+def _one_flag_per_input(args: Sequence[str]) -> Iterator[str]:
+    """Repeats --input, --validation and --test before each of several values."""
+    flag, values = "", 0  # values since the flag
+    for argument in args:
+        if argument.startswith("-"):
+            flag, values = argument if argument in ("--input", "-i", "--validation", "--test") else "", 0
+        elif flag:
+            if values:
+                yield flag
+            values += 1
+        yield argument
+
+
+Keep = Annotated[
+    list[str] | None,
+    typer.Option(help="Raw columns, such as A,B, that predictions show beside the probability; repeatable."),
+]
+
+
+def kept_columns(keep: Sequence[str] | None) -> list[str]:
+    """The columns of all --keep."""
+    return [column for each in keep or () for column in parse_list(each)]
+
+
 RunToml = Annotated[Path, typer.Argument(help="The run's TOML file.")]
 TrainData = Annotated[
     str | None, typer.Option(help="Prepared data set: a path or s3://BUCKET/DATA. [data.dir of the TOML file]")
@@ -104,3 +144,30 @@ def new_run_dir(config: Path, resume: bool) -> Path:
     if resume:
         raise UserError("--resume continues a run; name it with --run-dir")
     return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
+    """Applies overrides to the ``[prepare]`` section of a run's TOML file, all of which must be valid."""
+    from cowrec.data_pipeline import PrepareConfig
+
+    from ..config.run import apply_override, config_from, load_config
+
+    section = load_config(toml).prepare if toml else PrepareConfig()
+    given: dict[str, Any] = {"prepare": {}}
+    for override in overrides:
+        apply_override(given, override)
+    values = given.pop("prepare")
+    if given:
+        raise UserError(f"prepare takes --set prepare.key=value only, got section {', '.join(given)}")
+    if values.get("split", section.split) != section.split:
+        # The file's sizes of splits belong to the file's kind of split.
+        sizes = [f"{name}_{size}" for name in ("test", "validation") for size in ("fraction", "rows", "from")]
+        values = {**dict.fromkeys(sizes), **values}
+    return config_from({"prepare": {**dataclasses.asdict(section), **values}}).prepare
+
+
+@contextmanager
+def progress_bar(total: int, unit: str, what: str) -> Iterator[tqdm]:
+    """A progress bar on the terminal, for so much work."""
+    with tqdm(total=total, unit=unit, desc=what, unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
+        yield bar

@@ -1,6 +1,8 @@
 """The commands that use a trained model: ``cowrec evaluate | predict | export | serve | versions``."""
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,23 +12,80 @@ import typer
 from cowrec.errors import UserError
 
 from ..runtime.environment import launched_rank, show_log
-from .flags import LogForm, count_flag, output_flag
+from .flags import (
+    RAW_FILES,
+    InputsCommand,
+    Keep,
+    LogForm,
+    count_flag,
+    kept_columns,
+    output_flag,
+    prepare_config,
+    progress_bar,
+)
 
 app = typer.Typer()
 
 
 RunDir = Annotated[str, typer.Argument(help="Folder of a trained run: a path or s3://BUCKET/RUN.")]
-RunData = Annotated[str, typer.Option(help="Data set prepared with the run's ids; a path or s3://BUCKET/DATA.")]
+RunData = Annotated[
+    str | None, typer.Option(help="Data set prepared with the run's ids, a path or s3://BUCKET/DATA; not with --input.")
+]
+RawInputs = Annotated[list[str] | None, typer.Option("--input", "-i", help=f"Raw samples. {RAW_FILES}")]
+Skipped = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Of --input: prepare.on_bad_row=skip or error, prepare.max_bad_rows=N. [the run's]"),
+]
 
 Checkpoint = Annotated[
     str, typer.Option(help="Checkpoint to use: latest, best, or a step. [best, where checkpoint.keep_best keeps it]")
 ]
 
 
-@app.command()
+@contextmanager
+def _data_of(
+    run_dir: str,
+    data: str | None,
+    inputs: list[str] | None,
+    overrides: list[str] | None,
+    *,
+    keep: Sequence[str],
+    beside: Path | None = None,
+) -> Iterator[str | Path]:
+    """Gives the data set of a command: --data, or what becomes of --input, beside the file to write if there is one."""
+    from cowrec.data_pipeline import work_bytes
+
+    from ..training.saved_run import encoded
+
+    if (data is None) == (not inputs):
+        raise UserError("pass a prepared data set with --data, or raw samples with --input")
+    if data is not None:
+        if keep or overrides:
+            raise UserError(f"{'--keep' if keep else '--set'} is for --input; a data set has what it was prepared with")
+        yield data
+        return
+    settings = prepare_config(None, overrides or ())
+    with (
+        progress_bar(work_bytes(inputs or (), like=run_dir), "B", "encode") as bar,
+        encoded(
+            run_dir,
+            inputs or (),
+            settings,
+            keep=keep,
+            beside=beside,
+            labelled=beside is None,
+            progress=bar.update,
+        ) as folder,
+    ):
+        bar.close()
+        yield folder
+
+
+@app.command(cls=InputsCommand)
 def evaluate(
     run_dir: RunDir,
-    data: RunData,
+    data: RunData = None,
+    inputs: RawInputs = None,
     split: Annotated[str, typer.Option(help="Split to read: test, train, validation.")] = "test",
     by: Annotated[
         list[str] | None,
@@ -37,9 +96,13 @@ def evaluate(
         bool, typer.Option("--importance", help="Also measure with the values of each field permuted, one by one.")
     ] = False,
     checkpoint: Checkpoint = "",
+    overrides: Skipped = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as into a pipe or a file.")] = False,
 ) -> None:
-    """Evaluates a checkpoint of a run on a data set; prints the measures, on a terminal as tables, else as JSON.
+    """Evaluates a checkpoint of a run; prints the measures, on a terminal as tables, else as JSON.
+
+    --input takes raw files, of any number of samples with labels, and encodes them with the ids and scales of the run.
+    Rows that cannot be read are left out with prepare.on_bad_row = "skip", and counted.
 
     With --by also GAUC, the mean AUC of the groups weighted by their samples, NDCG, MRR, and the measures of the
     largest groups and of the rest. Takes about 120 bytes of memory for each sample, with --by 180, and with
@@ -48,39 +111,58 @@ def evaluate(
     Uses a GPU as training does; `CUDA_VISIBLE_DEVICES=1` before the command chooses the second, an empty value the CPU.
 
     Example: `cowrec evaluate runs/criteo --data data/criteo --by C14`
+
+    Example: `cowrec evaluate runs/clicks --input new.csv`
     """
+    from cowrec.data_pipeline import Schema
+
     from ..reports.text_table import quality_tables
+    from ..runs.local_copy import local_copy
     from ..runs.run_dir import to_json
     from ..training.saved_run import evaluate_run
 
-    quality = evaluate_run(run_dir, data, split, by=by or (), top=top, importance=importance, checkpoint=checkpoint)
+    groups, keep = by or [], list[str]()
+    if inputs:
+        fields = [each.name for each in Schema.load(local_copy(run_dir, "run")).sparse]
+        keep = [column for column in groups if column not in fields]
+    with _data_of(run_dir, data, inputs, overrides, keep=keep) as folder:
+        quality = evaluate_run(run_dir, folder, split, by=groups, top=top, importance=importance, checkpoint=checkpoint)
     if launched_rank() == 0:
         print(quality_tables(quality) if sys.stdout.isatty() and not as_json else to_json(quality))
 
 
-@app.command()
+@app.command(cls=InputsCommand)
 def predict(
     run_dir: RunDir,
-    data: RunData,
     output: Annotated[Path, output_flag("Parquet or .csv file to write; an existing one is replaced.")],
+    data: RunData = None,
+    inputs: RawInputs = None,
+    keep: Keep = None,
     split: Annotated[str, typer.Option(help="Split to read: test, train, validation.")] = "test",
     checkpoint: Checkpoint = "",
+    overrides: Skipped = None,
 ) -> None:
     """Writes the click probability of every sample, in order, to a Parquet or CSV file, column `prediction`.
 
     Of several labels the columns are `prediction_NAME`. Beside them are `sample_number`, the sample's number over all
-    raw files (bad lines count, headers do not), the labels where they are known, and the columns that were kept by
-    `cowrec prepare --keep`.
+    raw files (bad lines count, headers do not), the labels where they are known, and the columns of --keep.
 
-    Prepare raw data with the run's ids first: `cowrec prepare criteo --like RUN --input new.txt --output DIR`
+    --input takes raw files, of any number of samples, with or without labels, and encodes them with the ids and scales
+    of the run. The output has a row for each sample; with prepare.on_bad_row = "skip" all but the number of one that
+    cannot be read is null.
 
     Uses a GPU as training does; `CUDA_VISIBLE_DEVICES=1` before the command chooses the second, an empty value the CPU.
 
+    Example: `cowrec predict runs/clicks --input new.csv --keep user_id --output predictions.parquet`
+
     Example: `cowrec predict runs/criteo --data DIR --output predictions.parquet`
     """
-    from ..training.saved_run import predict_run
+    from ..training.saved_run import predict_run, require_writable
 
-    print(f"{output}: {predict_run(run_dir, data, output, split, checkpoint=checkpoint):,} rows")
+    require_writable(output)
+    with _data_of(run_dir, data, inputs, overrides, keep=kept_columns(keep), beside=output) as folder:
+        rows = predict_run(run_dir, folder, output, split, every_row=bool(inputs), checkpoint=checkpoint)
+    print(f"{output}: {rows:,} rows")
 
 
 @app.command()

@@ -184,7 +184,8 @@ def require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema, *
                 break
     if different:
         raise UserError(
-            f"{data_dir} was not prepared like the data of {run_dir}: {different}; prepare it with --like {run_dir}"
+            f"{data_dir} was not prepared like the data of {run_dir}: {different}; prepare its raw files with --like"
+            f" {run_dir}, or pass them to predict or evaluate with --input"
         )
 
 

@@ -2,7 +2,8 @@
 
 import logging
 import tempfile
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cowrec.data_pipeline import InferredSchema, PrepareConfig, Schema, infer_schema, prepare
-from cowrec.data_pipeline.dataset.schema import SAMPLE_NUMBER
 from cowrec.data_pipeline.preparation.config import OnBadRow
 from cowrec.data_pipeline.raw.bad_rows import SKIP_ADVICE
 from cowrec.data_pipeline.remote import Place, require_local
@@ -23,7 +23,7 @@ from ..config.run import RunConfig, checked_config
 from ..runs.run_dir import FITTED, require_unused
 from ..runtime.environment import launched_world_size
 from ..sharded_model.check_run import check_settings
-from .saved_run import evaluate_run, predict_run
+from .saved_run import encoded, evaluate_run, predict_run
 from .trainer import train
 
 logger = logging.getLogger(__name__)
@@ -54,17 +54,16 @@ class FittedModel:
         Raises:
             ValueError: the table has other columns, or a row that cannot be read.
         """
-        found, labels = _as_arrow(table), Schema.load(self.run_dir).labels
-        if not found.num_rows:
+        arrow, labels = _as_arrow(table), Schema.load(self.run_dir).labels
+        if not arrow.num_rows:
             return np.empty((0, len(labels)) if len(labels) > 1 else 0, np.float32)
-        with tempfile.TemporaryDirectory(prefix="cowrec-") as folder:
-            output = Path(folder, "predictions.parquet")
-            predict_run(self.run_dir, self._prepared(found, Path(folder), on_bad_row), output)
+        with self._encoded(arrow, on_bad_row) as data:
+            output = data.with_name("predictions.parquet")
+            predict_run(self.run_dir, data, output, every_row=True)
             written = pq.read_table(output)
         names = ["prediction"] if len(labels) == 1 else [f"prediction_{label}" for label in labels]
-        predictions = np.full((found.num_rows, len(names)), np.nan, np.float32)
-        predictions[written[SAMPLE_NUMBER].to_numpy()] = np.stack([written[each].to_numpy() for each in names], axis=1)
-        return predictions[:, 0] if len(labels) == 1 else predictions
+        found: NDArray[np.float32] = np.stack([written[each].to_numpy() for each in names], axis=1)
+        return found[:, 0] if len(labels) == 1 else found
 
     def evaluate(self, table: Any = None, *, on_bad_row: OnBadRow | None = None, **options: Any) -> dict[str, Any]:
         """Measures of a table with labels, by default of the test split, as ``cowrec.trainer.evaluate`` returns them.
@@ -75,18 +74,21 @@ class FittedModel:
         """
         if table is None:
             return evaluate_run(self.run_dir, self.data_dir, **options)
-        with tempfile.TemporaryDirectory(prefix="cowrec-") as folder:
-            return evaluate_run(self.run_dir, self._prepared(_as_arrow(table), Path(folder), on_bad_row), **options)
+        with self._encoded(_as_arrow(table), on_bad_row, labelled=True) as data:
+            return evaluate_run(self.run_dir, data, **options)
 
-    def _prepared(self, table: pa.Table, folder: Path, on_bad_row: OnBadRow | None) -> Path:
-        raw = _written(table, folder / "table.parquet")
-        config = PrepareConfig(on_bad_row=on_bad_row, max_bad_rows=table.num_rows)
-        try:
-            prepare("tabular", [raw], folder / "data", config, like=self.run_dir)
-        except ValueError as error:
-            text = str(error).replace(SKIP_ADVICE, '. To leave out such rows, pass on_bad_row="skip"')
-            raise UserError(text.replace(str(raw), "the table")) from error
-        return folder / "data"
+    @contextmanager
+    def _encoded(self, table: pa.Table, on_bad_row: OnBadRow | None, *, labelled: bool = False) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="cowrec-") as folder:
+            raw = _written(table, Path(folder, "table.parquet"))
+            config = PrepareConfig(on_bad_row=on_bad_row, max_bad_rows=table.num_rows)
+            with ExitStack() as stack:
+                try:
+                    data = stack.enter_context(encoded(self.run_dir, [raw], config, labelled=labelled))
+                except ValueError as error:
+                    text = str(error).replace(SKIP_ADVICE, '. To leave out such rows, pass on_bad_row="skip"')
+                    raise UserError(text.replace(str(raw), "the table")) from error
+                yield data
 
 
 def fit(

@@ -1,19 +1,22 @@
 """Use of a saved run without its training data: evaluation and prediction."""
 
 import logging
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from pyarrow.csv import CSVWriter
 
-from cowrec.data_pipeline import Reader, Schema
+from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare
 from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, SAMPLE_NUMBER
 from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_columns
+from cowrec.data_pipeline.raw.bad_rows import counts_text
 from cowrec.data_pipeline.remote import Place
 from cowrec.errors import UserError
 from cowrec.files import replacing, require_target
@@ -80,24 +83,34 @@ def evaluate_run(
         return result | ({"importance": field_importance(state, reader, samples)} if importance else {})
 
 
-def predict_run(run_dir: Place, data_dir: Place, output: Place, split: str = "test", *, checkpoint: str = "") -> int:
+def predict_run(
+    run_dir: Place,
+    data_dir: Place,
+    output: Place,
+    split: str = "test",
+    *,
+    every_row: bool = False,
+    checkpoint: str = "",
+) -> int:
     """Writes the click probability of each sample to a Parquet or, by its name, CSV file, in the order of the samples.
 
     Its columns are ``sample_number`` int64, the sample's number over all raw files, where the data set has it; the
     labels, where they are known; the kept columns under their raw names, as text; and ``prediction`` float32, of
     several labels ``prediction_<label>`` each.
 
+    Args:
+        every_row: of a data set that was prepared ``like`` the run, also write the bad rows of the raw files, of which
+            all but the number is null.
+
     Returns:
-        The number of samples.
+        The number of rows written.
 
     Raises:
         ValueError: see :func:`evaluate_run`; or there is more than one process, or no such file can be written.
     """
     if launched_world_size() > 1:
         raise UserError("predict runs in one process; start it without torchrun")
-    require_target(Path(output))
-    if (suffix := Path(output).suffix.lower()) in _OTHER_FORMATS:
-        raise UserError(f"{output}: predictions are written as Parquet or CSV, not {suffix}; name it .parquet or .csv")
+    suffix = require_writable(output)
     data_dir = local_data(data_dir)
     with _saved_run(local_copy(run_dir, "run"), data_dir, split, checkpoint) as (state, reader, _):
         beside = _Beside(data_dir, split)
@@ -105,12 +118,75 @@ def predict_run(run_dir: Place, data_dir: Place, output: Place, split: str = "te
         names = ["prediction"] if len(labels) == 1 else [f"prediction_{label}" for label in labels]
         schema = pa.schema([*beside.schema, *((name, pa.float32()) for name in names)])
         open_writer = CSVWriter if suffix == ".csv" else pq.ParquetWriter
+        end = 0
         with replacing(Path(output)) as file, open_writer(file, schema) as writer:
             for each in predictions(state, reader):
                 values = each.logits.sigmoid().float().cpu().reshape(len(each.logits), -1).numpy()
                 columns = [*beside.take(len(values)), *(pa.array(column) for column in values.T)]
-                writer.write_table(pa.table(columns, schema=schema))
-        return reader.num_rows
+                table, start = pa.table(columns, schema=schema), end
+                end = table[SAMPLE_NUMBER][-1].as_py() + 1 if every_row else end + table.num_rows
+                writer.write_table(_with_bad_rows(table, start, end) if every_row else table)
+            if every_row and (rows := sum(source.rows for source in reader.schema.sources)) > end:
+                writer.write_table(_with_bad_rows(schema.empty_table(), end, end := rows))
+        return end
+
+
+def _with_bad_rows(table: pa.Table, start: int, end: int) -> pa.Table:
+    """Returns the rows of the samples numbered from ``start`` to ``end``, of which a table lacks the bad ones."""
+    index = np.full(end - start, -1)
+    index[table[SAMPLE_NUMBER].to_numpy() - start] = np.arange(table.num_rows)
+    rows = table.take(pa.array(index, mask=index < 0))
+    return rows.set_column(0, SAMPLE_NUMBER, pa.array(np.arange(start, end)))
+
+
+@contextmanager
+def encoded(
+    run_dir: Place,
+    inputs: Sequence[Place],
+    config: PrepareConfig | None = None,
+    *,
+    keep: Sequence[str] = (),
+    beside: Place | None = None,
+    labelled: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Path]:
+    """Encodes raw samples with the ids and scales of a run, as ``cowrec prepare --like`` does.
+
+    Yields the folder of a data set, whose test split has all samples that can be read; the data set is removed at the
+    end of the block. Memory does not grow with the samples.
+
+    Args:
+        inputs, config, keep, progress: as of ``cowrec.data_pipeline.prepare``.
+        beside: file in whose folder the data set is; by default it is in the folder of temporary files.
+        labelled: whether labels are required.
+
+    Raises:
+        ValueError: the folder is not a run of raw samples; or a file, or a row that may not be skipped, cannot be read.
+    """
+    if launched_world_size() > 1:
+        raise UserError("raw samples are encoded in one process; start it without torchrun, or prepare them first")
+    run_dir = local_copy(run_dir, "run")
+    layout: Any = run_of(run_dir)[1].name
+    if layout == "synthetic":
+        raise UserError(f"{run_dir} was trained on synthetic samples, which have no raw files; pass a data set")
+    parent = None if beside is None else Path(beside).absolute().parent
+    with tempfile.TemporaryDirectory(prefix=".cowrec-", dir=parent) as folder:
+        data = Path(folder, "data")
+        schema = prepare(layout, inputs, data, config, like=run_dir, keep=keep, progress=progress)
+        if bad := sum(schema.bad_rows.values()):
+            text = "%s rows cannot be read, and are neither predicted nor measured: %s"
+            logger.warning(text, f"{bad:,}", counts_text(schema.bad_rows))
+        if labelled and not schema.split("test").labelled:
+            raise UserError(f"{', '.join(map(str, inputs))} has no labels: it can be predicted, not evaluated")
+        yield data
+
+
+def require_writable(output: Place) -> str:
+    """Raises ValueError if no file of predictions can be written there; returns the ending of the file's name."""
+    require_target(Path(output))
+    if (suffix := Path(output).suffix.lower()) in _OTHER_FORMATS:
+        raise UserError(f"{output}: predictions are written as Parquet or CSV, not {suffix}; name it .parquet or .csv")
+    return suffix
 
 
 _OTHER_FORMATS = (".tsv", ".txt", ".json", ".jsonl", ".gz", ".zst", ".feather", ".arrow")
