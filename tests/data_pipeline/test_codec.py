@@ -170,12 +170,9 @@ def test_a_missing_value_by_its_text_keeps_its_place_in_a_list(tmp_path):
 WRONG = {
     "a word for a number": ({"price": "much"}, "column price: must be a"),
     "a long text for a number": ({"price": "1" * 300_000 + "x"}, "column price: must be a"),  # hours if quadratic
-    "a long text for a weight": ({"past views": "a:" + "1" * 300_000 + "x"}, "column past views: must be a list of"),
-    "a list for a number": ({"price": [1]}, "column price: must be a"),
     "a truth value for a number": ({"price": True}, "column price: must be a"),
     "an infinite number": ({"price": math.inf}, "column price: must be a finite number"),
     "NaN for an id": ({"city": math.nan}, "column city: must be a string, a number, true, false or null, got NaN"),
-    "an object for an id": ({"city": {}}, "column city: must be a string, a number, true, false or null, got {}"),
     "half a character": ({"city": "\ud800"}, "column city: must be a string"),
     "a number for a list": ({"tags": 7}, "column tags: must be a list of strings, numbers or nulls"),
     "lists in a list": ({"tags": [["a"]]}, "column tags: must be a list of strings, numbers or nulls"),
@@ -183,13 +180,11 @@ WRONG = {
     "a weight without an id": ({"past views": [{"weight": 1}]}, 'column past views: must be a list of {"id"'),
     "a large weight": ({"past views": [{"id": "a", "weight": -1e39}]}, "column past views: weights must be at most"),
     "a pair for a list": ({"past views": {"id": 5, "weight": 1}}, 'column past views: must be a list of {"id"'),
-    "a map to texts": ({"past views": {"a": "1"}}, 'column past views: must be a list of {"id"'),
     "text without a weight": ({"past views": "a"}, "text (id:weight, by ' ')"),
     "a label of 2": ({"click": 2}, "column click: a label must be 0 or 1, got"),
     "no label": ({"click": None}, "column click: the label is missing, got None"),
     "milliseconds": ({"seen at": 1.7e12}, "column seen at: a time must be Unix seconds (not milliseconds)"),
     "no time": ({"seen at": None}, "column seen at: a time must be Unix seconds"),
-    "a word for a time": ({"seen at": "soon"}, "column seen at: a time must be Unix seconds"),
 }
 
 
@@ -235,19 +230,6 @@ def test_a_request_of_any_values_is_encoded_like_columns(codec, codec_of_both, c
             rows, bad = each_codec.encode_request(given_samples)
             check_equal(rows, expected.block, labelled=False)
             assert [each.index for each in bad] == (sorted(wrong) if given_samples is samples else [])
-
-
-def test_a_very_long_sample_is_reported_without_affecting_others(codec):
-    samples = [good_sample(), good_sample(city="x" * ((1 << 20) + 1)), good_sample(city="d")]
-    table = pa.concat_tables([codec.from_objects(samples[:1]).table] * 3)
-    cities = pa.array([each["city"] for each in samples])
-    table = table.set_column(table.column_names.index("city"), "city", cities)
-    for raw in (codec.from_json([json.dumps(each).encode() for each in samples]), codec.from_table(table)):
-        encoded = codec.encode(raw)
-        assert [each.index for each in encoded.bad] == [1]
-        assert "bytes, at most 1,048,576 are allowed" in encoded.bad[0].reason
-        assert encoded.index.tolist() == [0, 2]
-        assert encoded.block.ids[:, 0].tolist() == [2, 3]
 
 
 GOOD = json.dumps(good_sample()).encode()

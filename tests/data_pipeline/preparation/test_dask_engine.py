@@ -102,14 +102,3 @@ def test_a_killed_worker_changes_nothing(cluster, tmp_path, share):
     prepare("criteo", raw, tmp_path / "there", config, scheduler=cluster.scheduler_address, progress=progress)
     assert killed
     assert content(tmp_path / "here") == content(tmp_path / "there")
-
-
-def test_an_absent_or_idle_scheduler_is_named(tmp_path):
-    write_criteo(tmp_path / "raw", 30)
-    soon = dask.config.set({"distributed.comm.timeouts.connect": "1s"})
-    with soon, pytest.raises(OSError, match=r"127\.0\.0\.1:1"):
-        prepare("criteo", [tmp_path / "raw"], tmp_path / "out", scheduler="tcp://127.0.0.1:1")
-    with distributed.LocalCluster(n_workers=0, dashboard_address=":0") as empty:
-        address = empty.scheduler_address
-        with pytest.raises(ValueError, match=f"the scheduler {address} has no workers; start some: dask worker"):
-            prepare("criteo", [tmp_path / "raw"], tmp_path / "out", scheduler=address)

@@ -109,18 +109,6 @@ def test_sequences_along_another_have_as_many_ids(tmp_path):
         assert torch.equal(bags.offsets, block.bags[name].offsets)
 
 
-def test_the_only_item_of_a_list_may_be_missing(tmp_path):
-    """Null and its markers in a list are missing ids, alone too, unless a sequence along it has none."""
-    schema = SCHEMA.replace(SCHEMA.splitlines()[-2], ALONG).replace('"item"}', '"item", null = ["-"]}')
-    (tmp_path / "schema.toml").write_text(schema)
-    history = pa.array([[None], ["b", None], [""], [], None, ["b"], ["-"], [], None, ["-"], [None]])
-    tags = pa.array([["x"], ["x", "y"], [""], [""], None, [None], ["x"], [None], [None], [], None])
-    prepared_table(tmp_path, click=[1, 0] * 5 + [1], item=["a"] * 11, history=history, tags=tags)
-    rows = read_split(tmp_path / "table", "train")
-    assert rows["history"] == [[MISSING], [3, MISSING], [], [], [], [3], [MISSING], [], [], [], []]
-    assert [len(each) for each in rows["tags"]] == [1, 2, 0, 0, 0, 1, 1, 0, 0, 0, 0]
-
-
 def test_ages_are_the_bits_of_seconds_before_the_sample(tmp_path):
     """As text, numbers and times; of the last times, without those that are missing; requests need the time too."""
     schema = 'delimiter = ","\nlabel = "click"\ntime = "at"\nfields = [' + AGES
@@ -154,14 +142,10 @@ def test_ages_are_the_bits_of_seconds_before_the_sample(tmp_path):
     ("replaced", "by", "message"),
     [
         ("max_length = 3, ", "", "max_length must be at least 1 for the kind sequence, which needs it"),
-        ('null = ["none"]', "max_length = 4", "for that kind only; got 4 .categorical."),
         ('shares = "item"', 'shares = "words"', "shares must be a categorical field, got 'words'"),
         ('shares = "item"', 'shares = "item", min_count = 2', "min_count and max_ids are then those of 'item'"),
         ('shares = "item"', 'along = "words"', "along must be a sequence of the same max_length = 3 .* got 'words'"),
-        ('null = ["none"]', 'along = "words"', "along is for the kind sequence only, got 'words' .categorical."),
         ('shares = "item"', "age = true", "'history': age needs the sample's time; name its column as `time`"),
-        ('shares = "item"', 'shares = "item", age = true', "age is for the kind sequence, and such a field shares"),
-        ('shares = "item"', 'pooling = "mean"', "pooling is for the kinds multi and weighted"),
     ],
 )
 def test_schema_files_that_are_refused(tmp_path, replaced, by, message):

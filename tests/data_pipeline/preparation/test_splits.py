@@ -5,16 +5,11 @@ import logging
 import random
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, prepare
-from cowrec.data_pipeline.encoding.numbers import ValueCounts
-from cowrec.data_pipeline.preparation.splits import TimeOrder
-from cowrec.data_pipeline.raw.inputs import partitions
 from cowrec.errors import UserError
 from raw_cases import prepare_text, read_split
 from refusal import refused
@@ -153,18 +148,6 @@ def test_an_order_that_leaks_the_future_is_reported(tmp_path, caplog):
     assert 'use split = "time"' in message
 
 
-def test_an_order_without_leaks_is_not_reported_for_very_many_times(caplog):
-    """More than are counted apart, so that the newest training sample's is counted together with later ones."""
-    order = TimeOrder(others=ValueCounts(4))
-    order.add(np.arange(1_700_000_000, 1_700_000_050), np.repeat([0, 2], [21, 29]))
-    assert order.others.values[0] < order.newest
-    order.report()
-    assert caplog.messages == []
-    order.add(np.array([1_700_000_010]), np.array([2]))
-    order.report()
-    assert "not sorted by time" in caplog.text
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.sampled_from(["1700000000", "1700000060", "soon"]), st.integers(0, 1)), max_size=3),
@@ -219,18 +202,6 @@ def test_files_of_splits(tmp_path, monkeypatch):
     expected = {"train": list(range(5)), "test": list(range(5, 14))}
     assert split([day["a"]], test=[tmp_path / "[bcd].csv"]) == expected
 
-    def file_comes(*given):
-        (tmp_path / "e.csv").write_text(day["a"].read_text())
-        return partitions(*given)
-
-    monkeypatch.setattr("cowrec.data_pipeline.preparation.prepare.partitions", file_comes)
-    assert split([day["a"]], test=[tmp_path / "[bcde].csv"]) == expected, "a file came after the first look"
-    monkeypatch.undo()
     message = "files of the splits are for a new data set; give those of the test split"
     refused(message, split, [day["a"]], validation=[day["b"]])
     refused(r"a\.csv is given twice", split, [day["a"]], test=[day["a"]])
-    pq.write_table(pa.table({"label": [1], "shop": ["s"], "at": [5]}).slice(1), tmp_path / "none.parquet")
-    none, some = tmp_path / "none.parquet", tmp_path / "some.parquet"
-    pq.write_table(pa.table({"label": [1, 0], "shop": ["s", "t"], "at": [5, 6]}), some)
-    for name, files in (("test", {"test": [none]}), ("validation", {"validation": [none], "test": [day["b"]]})):
-        refused(rf"the files of the {name} split have no samples: .*none\.parquet", split, [some], **files)

@@ -194,18 +194,11 @@ def test_a_data_set_that_is_replaced_while_it_is_read_is_refused(tmp_path, lists
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"batch_size": 1, "rank": 2, "world_size": 2}, "rank must be in"),
-        ({"batch_size": 1, "seed": -1}, "seed must be"),
-        ({"batch_size": 1, "window_rows": 0}, "window_rows must be"),
-        ({"batch_size": 1, "passes": 0}, "passes must be at least 1, got 0"),
         ({"batch_size": 1, "rows": range(104)}, "rows must be a range within the 103 samples of the train split"),
-        ({"batch_size": 1, "rows": range(0, 10, 2)}, "rows must be a range within the 103 samples"),
-        ({"batch_size": 1, "rows": range(-1, 5)}, "rows must be a range within the 103 samples"),
     ],
 )
 def test_invalid_arguments_are_named(numbered, arguments, message):
     refused(message, Reader, numbered, "train", **arguments)
-    reader = Reader(numbered, "train", batch_size=10)
-    refused("start_step", reader.epoch, 0, 12)
     refused("no split 'valid'", Reader, numbered, "valid", batch_size=10)
 
 
@@ -217,12 +210,9 @@ def replaced(name, values):
     ("change", "message"),
     [
         (replaced("id", pa.array([0, 1, -1, 2, 3, 4], pa.int32())), r"column 'id': id -1 is outside \[0, 8\)"),
-        (replaced("id", pa.array([0, 1, 8, 2, 3, 4], pa.int32())), r"column 'id': id 8 is outside \[0, 8\)"),
         (replaced("pair", pa.array([[8]] + [[]] * 5, pa.list_(pa.int32()))), r"column 'pair': id 8 is outside"),
         (replaced("id", pa.array([0] * 6, pa.int64())), "column 'id': type int64, must be int32"),
-        (replaced("id", pa.array(["7"] * 6)), "column 'id': type string, must be int32"),
         (replaced("list", pa.array([[None]] * 6, pa.list_(pa.int32()))), "column 'list': "),
-        (replaced("list", pa.array([[[1]]] * 6)), "column 'list': type list"),
         (replaced("label", pa.array([{"a": 1}] * 6)), "column 'label': type struct"),
         (replaced("number", pa.array([None] + [0.0] * 5, pa.float32())), "column 'number': 1 values are null"),
         (replaced("pair__weight", pa.array([[1.0]] * 6, pa.list_(pa.float32()))), "list of weights is not as long"),

@@ -65,23 +65,6 @@ def test_a_backlog_of_several_partitions_is_read_in_the_order_of_time(broker, co
     stream.close()
 
 
-def test_offsets_far_apart_are_read_again(broker):
-    """As of a compacted topic; librdkafka is asked for at most a million messages at once."""
-    source = open_source(topic(broker, "sparse", 5))
-    assert contents([source.read("0", 0, 3_000_000)]) == [0, 1, 2, 3, 4]
-    source.close()
-
-
-def test_chunks_are_bounded_in_bytes(broker, monkeypatch):
-    monkeypatch.setattr("cowrec.data_pipeline.streams.source.CHUNK_BYTES", 1000)
-    source = open_source(topic(broker, "large", 200))
-    chunks = polled(source, 200)
-    assert contents(chunks) == list(range(200))
-    assert contents(source.read("0", each.start, each.end) for each in chunks) == list(range(200))
-    assert all(sum(map(len, each.samples)) <= 1000 for each in chunks)
-    source.close()
-
-
 @pytest.mark.thorough
 def test_a_broker_that_ends_and_comes_back_loses_nothing(broker, codec, tmp_path, caplog):
     """It is ended, and then frozen; the stream waits, and warns a few times rather than with each attempt."""
@@ -123,18 +106,6 @@ def test_retention_counts_what_was_not_read_and_refuses_to_repeat_what_is_gone(b
     again.close()
 
 
-def test_a_log_that_lost_its_end_is_not_read_again(broker, caplog):
-    """librdkafka reports an offset that an election has cut off, though other messages have it since."""
-    source = open_source(topic(broker, "truncated", 5))
-    source.seek({"0": 3})
-    source._skip_lost(0)
-    source._assign(source._offsets)
-    assert read(source, 2) == [3, 4]
-    assert source.counters["lost_messages"] == 0
-    assert "lost messages after they had been read; going on at offset 3" in caplog.text
-    source.close()
-
-
 def test_offsets_without_a_message_are_skipped_also_when_the_journal_is_repeated(broker, codec, tmp_path):
     """Each transaction ends with an offset of its own, and an aborted one has no message either."""
     broker.create("transactions")
@@ -156,13 +127,6 @@ def test_positions_beyond_the_topic_are_an_error(broker):
     assert contents([source.read("0", 1, 3)]) == [1, 2]
     assert len(source.read("0", 3, 9)) == 2, "deleted messages are missing"
     source.close()
-
-
-def test_a_plus_in_a_password_is_no_space(monkeypatch):
-    given = {}
-    monkeypatch.setattr("cowrec.data_pipeline.streams.open.KafkaSource", lambda *_: given.update(_[2]))
-    open_source("kafka://127.0.0.1:1/t?sasl.username=me&sasl.password=a+b%2Fc%20d=")
-    assert given == {"sasl.username": "me", "sasl.password": "a+b/c d="}
 
 
 SECRET = "security.protocol=SASL_PLAINTEXT&sasl.mechanisms=PLAIN&sasl.username=me&sasl.password=hush-hush"

@@ -1,15 +1,10 @@
 """Sources: a folder filled meanwhile, a real Redis that is killed; what is sent to a folder."""
 
-import os
 import re
 import signal
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from commands.command_line import exit_code
@@ -19,7 +14,6 @@ from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables
 from cowrec.files import locked
 from cowrec.trainer.publishing.target import open_target
 from refusal import refused
-from run_comparison import wait_for
 from servers.redis_server import redis_server
 from stream_cases import (
     all_numbers,
@@ -59,34 +53,6 @@ def test_a_folder_filled_meanwhile(tmp_path, codec):
     assert [numbers(batch) for batch in stream] == [numbers(batch) for batch in batches[3:]]
 
 
-def test_a_folder_with_a_space_in_its_address(tmp_path, codec):
-    (tmp_path / "my folder").mkdir()
-    write_file(tmp_path / "my folder", "a.parquet", [sample(1, 1)])
-    stream = SampleStream(open_source(f"file://{tmp_path}/my%20folder"), codec, batch_size=1)
-    assert numbers(next(iter(stream))) == [1]
-
-
-@pytest.mark.parametrize("kind", ["arrow", "parquet"])
-def test_columns_with_large_dictionaries_are_read_in_chunks(tmp_path, kind):
-    """Of which each row refers to all: 40 MB here. The rows are read again too."""
-    ids = pa.array([f"{number:040d}" for number in range(1_000_000)])
-    order = np.random.default_rng(0).integers(0, len(ids), 5000)
-    column = pa.DictionaryArray.from_arrays(pa.array(order, pa.int32()), ids)
-    table = pa.table({"number": order, "id": column})
-    if kind == "parquet":
-        pq.write_table(table, tmp_path / "a.parquet")
-    else:
-        with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-    source = open_source(str(tmp_path))
-    chunks = polled(source, 5000)
-    assert [len(chunk) for chunk in chunks] == [1000] * 5
-    for chunk in chunks:
-        assert source.read("", chunk.start, chunk.end).samples.equals(chunk.samples)
-    found = pa.concat_tables([chunk.samples for chunk in chunks])
-    assert found["id"].to_pylist() == ids.take(pa.array(order)).to_pylist()
-
-
 def test_a_late_file_is_counted_and_not_read(tmp_path, caplog):
     for name in ("b.arrow", "d.parquet"):
         write_file(tmp_path, name, [sample(ord(name[0]), 1)])
@@ -118,24 +84,6 @@ def test_an_empty_file_is_skipped_and_a_damaged_one_stops_the_source_or_is_skipp
     assert contents(polled(source, 2)) == [1, 2]
     assert source.counters["damaged_files"] == 2
     assert "b.parquet cannot be read and is skipped" in caplog.text
-
-
-def test_a_large_folder_is_not_listed_for_each_chunk(tmp_path, monkeypatch):
-    """Two thousand files that were read; a file that comes later is noticed all the same."""
-    for name in range(2000):
-        (tmp_path / f"{name:06d}.parquet").touch()
-    position = {"": {"file": "001999.parquet", "row": 0}}
-    for name in ("100000.arrow", "100001.arrow"):
-        write_file(tmp_path, name, numbered(60))
-    listed, listdir = [], os.listdir
-    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))
-    source = open_source(str(tmp_path), damaged="skip")
-    source.seek(position)
-    before = len(listed)
-    assert len(polled(source, 120)) == 40, "record batches of three samples"
-    assert len(listed) - before < 40
-    write_file(tmp_path, "100002.arrow", [sample(7, 7)])
-    assert contents(polled(source, 1)) == [7]
 
 
 @pytest.fixture(scope="module")
@@ -224,27 +172,12 @@ def test_a_restarted_redis_loses_nothing_on_its_disk(server, opened, tmp_path, c
     assert [numbers(batch) for batch in batches_of(again, 15)] == [numbers(batch) for batch in batches[5:]]
 
 
-def test_what_redis_refuses_is_said_and_a_busy_one_is_asked_again(server):
+def test_what_redis_refuses_is_said(server):
     with server.client() as client:
         client.rpush("clicks", "no stream")
         source = redis_source(server)
         refused("Redis does not give the stream 'clicks': WRONGTYPE.*; correct the address", source.poll, 10, 1)
-        refused("Redis does not give the stream 'clicks': WRONGTYPE", source.read, "", "0-0", "9-9")
-        refused("is of another kind of source", source.seek, {"": {"file": "a.parquet", "row": 3}})
         refused("is of another kind of source", source.seek, {"0": 3})
-        client.delete("clicks")
-        add(server, numbered(3))
-        source.seek({})
-        client.config_set("lua-time-limit", 1)
-        with server.client() as other, ThreadPoolExecutor() as pool:
-            script = pool.submit(other.eval, "while true do end", 0)
-            try:
-                wait_for(lambda: source.poll(10, 0.05) is None and source.counters["reconnects"] > 1)
-            finally:
-                client.script_kill()
-            assert isinstance(script.exception(), source._redis.ResponseError)
-        source.seek({})
-        assert contents(polled(source, 3)) == [0, 1, 2]
 
 
 def test_a_redis_that_refuses_the_password_is_an_error(tmp_path):
@@ -302,13 +235,6 @@ def test_samples_sent_to_a_folder_are_read_back(tmp_path):
     assert rows == pa.concat_tables(tables).to_pylist()
     send(drifting_tables(CONFIG, 250, 10), DirectorySink(folder))
     assert sorted(path.name for path in folder.iterdir()) == [f"{number:012d}.parquet" for number in range(4)]
-
-
-def test_the_rate_is_kept(tmp_path):
-    """Sends 1,000 samples at 2,000 per second, in at least half a second on any machine."""
-    start = time.monotonic()
-    send(drifting_tables(CONFIG, 0, 1000, chunk_rows=100), DirectorySink(tmp_path), rate=2000)
-    assert time.monotonic() - start >= 0.5
 
 
 def test_the_command_continues_after_the_training_rows(tmp_path, monkeypatch, capsys):

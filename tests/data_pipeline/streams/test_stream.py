@@ -1,17 +1,15 @@
 """Order, duplicates, late and malformed samples and the present by plain loops; identical batches after a crash."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cowrec.data_pipeline import Position, SampleCodec, SampleStream
+from cowrec.data_pipeline import Position, SampleStream
 from cowrec.data_pipeline.streams.directory import DirectorySource
 from cowrec.data_pipeline.streams.reorder import follow
 from refusal import refused
@@ -263,8 +261,6 @@ UNREADABLE = {
         "[ms] 9007",
     ),
     "a negative time": ("time", lambda times: at(times, -1), "must be in [0, 2^32) Unix seconds"),
-    "a late time": ("time", lambda times: at(times, 1 << 32), "must be in [0, 2^32) Unix seconds"),
-    "bytes that are no text": ("id", lambda ids: not_utf8(ids).cast(pa.binary()), "column id: not UTF-8"),
     "text that is not UTF-8": ("label", lambda labels: not_utf8(labels.cast(pa.string())), "label: not UTF-8"),
     "a feature that is not UTF-8": ("id", not_utf8, "column id: not UTF-8"),
     "a column that occurs twice": (None, lambda numbers: numbers, "several columns have the name 'number'"),
@@ -292,34 +288,6 @@ def test_what_cannot_be_encoded_is_malformed_and_the_stream_continues(codec, cap
         assert all_numbers(stream) == [number for number in range(10) if number != 3 and not whole] + [20]
         assert stream.counters["malformed"] == (10 if whole else 1)
     assert message in caplog.text
-
-
-def test_samples_that_cannot_be_encoded_are_looked_for_in_a_bounded_number_of_parts(tmp_path, opened, monkeypatch):
-    """The fourth sample of ten is found with 4 failures; with fewer allowed, its part is malformed as a whole."""
-
-    def encode(self, samples, **options):
-        if 3 in samples.table["number"].to_pylist():
-            raise pa.ArrowInvalid("of a kind that nobody has thought of")
-        return encode_known(self, samples, **options)
-
-    encode_known = SampleCodec.encode
-    monkeypatch.setattr(SampleCodec, "encode", encode)
-    (tmp_path / "in").mkdir()
-    pq.write_table(as_table(numbered(10)), tmp_path / "in" / "0.parquet")
-    (tmp_path / "in" / "_END").touch()
-    for most, lost in ((4, {3}), (3, {3, 4}), (0, set(range(10)))):
-        monkeypatch.setattr("cowrec.data_pipeline.streams.chunks.MOST_HALVED", most)
-        whole = opened(journal=None)
-        assert all_numbers(whole) == [number for number in range(10) if number not in lost]
-        assert whole.counters["malformed"] == len(lost)
-
-
-def test_waiting_samples_of_another_data_set_are_refused(tmp_path, opened):
-    write_all(tmp_path / "in", numbered(9), [9])
-    waiting = opened(batch_size=2, lateness_seconds=9).next_batch(0).end.waiting
-    table = waiting.table.append_column("more", pa.array([0] * waiting.table.num_rows))
-    other = Position(waiting=type(waiting)().add(table, table["#time"].to_numpy()))
-    refused("of a stream with other fields", opened, position=other)
 
 
 def test_a_damaged_position_and_bad_settings_are_refused(tmp_path, codec):
@@ -405,27 +373,3 @@ def test_no_batch_is_of_a_single_sample_where_two_are_the_fewest(codec, tmp_path
     assert found == list(range(len(found)))
     assert count + 2 - len(found) in (0, 1)
     assert all(2 <= len(each) <= size for each in batches)
-
-
-class Told(RandomSource):
-    """A source that tells which partition each of its chunks of ten samples is of, and that others are behind."""
-
-    def __init__(self, partitions, order, behind=()):
-        super().__init__(partitions, random.Random(0))
-        self._order, self._behind = list(order), behind
-
-    def poll(self, max_samples, timeout):
-        self.ended = not self._order
-        if self.ended:
-            return None
-        name = self._order.pop(0)
-        start = self._positions[name]
-        self._positions[name] = start + min(10, len(self.partitions[name]) - start)
-        return replace(self.read(name, start, self._positions[name]), behind=self._behind)
-
-
-def test_a_partition_of_malformed_samples_is_not_waited_for(codec):
-    source = Told({"0": lines(numbered(600)), "1": [b"{}"] * 600}, ["0", "1"] * 60, behind=("0", "1"))
-    stream = SampleStream(source, codec, batch_size=50)
-    batches = [stream.next_batch(0) for _ in range(10)]
-    assert all_numbers(batches) == list(range(500)), "before the stream ends"

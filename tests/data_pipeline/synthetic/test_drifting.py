@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
+from cowrec.data_pipeline import Reader, Schema
 from cowrec.data_pipeline.encoding.vocabulary import raw_ids
 from cowrec.data_pipeline.synthetic.drifting import (
     DAY,
@@ -32,13 +32,6 @@ def test_times_are_evenly_spaced_during_and_after_the_configured_days():
     assert times[0] == 1_000_000
     assert (np.diff(times) >= 0).all()
     np.testing.assert_array_equal(times, [1_000_000 + row * 40 * DAY // 20_000 for row in range(40_000)])
-
-
-def test_no_short_lived_id_is_older_than_1970():
-    """It would have a number of the core."""
-    with pytest.raises(ValueError, match="start must be at least 864000, 5 lifetimes, got 863999"):
-        DriftConfig(start=863_999)
-    assert DriftingModel.of(DriftConfig(**SMALL, start=864_000)).draw(0, 20_000).ids[2].max() < 0
 
 
 def test_short_lived_ids_disappear_for_good():
@@ -130,9 +123,3 @@ def test_a_data_set_holds_the_samples_with_raw_ids_and_times(tmp_path):
         expected = np.concatenate([raw_ids(id_text(ids)) for ids in draw.ids])
         np.testing.assert_array_equal(batch.sparse.values(), expected)
     assert schema.best["auc"] == pytest.approx(roc_auc_score(draw.labels, draw.logits), abs=1e-12)
-
-
-def test_settings_of_another_data_set_are_refused(tmp_path):
-    synthesize(tmp_path / "data", SynthesizeConfig(rows=100, test_rows=100, vocabulary_scale=1e-4))
-    with pytest.raises(ValueError, match="must be a drifting data set, got 'synthetic'"):
-        drift_config(tmp_path / "data")

@@ -35,11 +35,6 @@ def test_logits_follow_the_model_and_the_best_auc_is_theirs(tmp_path) -> None:
     assert best > 0.65
 
 
-def test_a_shard_has_millions_of_ids() -> None:
-    table, _ = HistoryConfig(max_length=500).draw(0, 11_000)
-    assert len(table["history"].combine_chunks().values) > 2_700_000
-
-
 def test_samples_of_a_stream_are_those_of_the_data_set(tmp_path) -> None:
     schema = synthesize_histories(tmp_path / "data", CONFIG, test_rows=100)
     table, _ = CONFIG.draw(0, 3000)
