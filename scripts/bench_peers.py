@@ -40,9 +40,8 @@ from cowrec.data_pipeline.synthetic.criteo_frequencies import NUM_DENSE
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.names import hint, parse_count
 from cowrec.sparse_opt.versions import MATCHED_SETS
-from cowrec.trainer.bench.measurement import Case, cases, measure, run_ids
+from cowrec.trainer.bench.measurement import Bench, Case, cases, measure, run_ids
 from cowrec.trainer.bench.parts import LEAST_STEPS, speed
-from cowrec.trainer.bench.settings import Bench
 from cowrec.trainer.cli.flags import parse_list, parse_table_rows
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned

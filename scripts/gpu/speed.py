@@ -24,9 +24,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.trainer.bench.measurement import Case, SteadyRun, cases, measure, run_ids, steady_run, stored
+from cowrec.trainer.bench.measurement import Bench, Case, SteadyRun, cases, measure, run_ids, steady_run, stored
 from cowrec.trainer.bench.parts import graph_captured
-from cowrec.trainer.bench.settings import Bench
 
 from . import cpu_build  # noqa: F401  (it registers an operator)
 from .machine import ROOT, about, append

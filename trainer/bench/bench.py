@@ -1,14 +1,10 @@
-"""`cowrec bench`: training throughput and memory in the steady state, on ids with Criteo's frequencies.
-
-Before the measurements, one pass over the stream of ids records the last sample of every row, which all combinations
-use.
-"""
+"""`cowrec bench`: training throughput and memory in the steady state, on ids with Criteo's frequencies; its tables."""
 
 import dataclasses
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,16 +18,20 @@ from cowrec.errors import UserError
 from cowrec.files import naming_full_disk
 
 from ..config.run import RunConfig
+from ..reports.plotting import size_name
+from ..reports.text_table import aligned
 from ..runs.provenance import environment
 from ..runs.run_dir import to_json
 from ..runtime.environment import launched_rank, launched_world_size
 from ..runtime.errors import Interrupted, ProcessFailed
 from ..runtime.subprocess_call import Subprocess
-from .measurement import cases, measure, run_ids
-from .mlperf import NAME, ROW_BYTES, TABLE_ROWS, measure_mlperf, mlperf_config
-from .settings import Bench
-from .table import short
+from .measurement import Bench, cases, measure, run_ids
+from .mlperf import BATCH_SIZE_OF_GPU, NAME, PUBLISHED, ROW_BYTES, TABLE_ROWS, measure_mlperf, mlperf_config
 
+Lines = Sequence[dict[str, Any]]
+
+PAPER_MINUTES = {1024: 768, 8192: 102, 131072: 9}
+"""Ten epochs of Criteo, DeepFM with CowClip on one V100. Source: CowClip (arXiv 2204.06240), Table 5."""
 _INTERRUPTED = "interrupted"
 """``error`` of a combination that Ctrl-C has ended."""
 
@@ -41,9 +41,8 @@ class Combination(NamedTuple):
 
     Attributes:
         about: mode, model and max_rows.
-        measure: function of a module that yields values of the line as they become known.
-        arguments: of that function.
-        table_bytes: of tables and moments, for the message of a failure.
+        measure: module-level function that yields values of the line as they become known.
+        table_bytes: bytes of tables and moments, for the message of a failure.
     """
 
     about: dict[str, Any]
@@ -56,29 +55,25 @@ class Combination(NamedTuple):
 def bench(settings: Bench, output: Path, *, mlperf: bool = False) -> list[dict[str, Any]]:
     """Measures every combination; writes a JSON object per line as soon as it is measured.
 
-    Of MLPerf's shape, these are the batch sizes, precisions and clips of the settings. Its batch sizes are those of all
-    processes together; under torchrun all measure together, and the first has the lines.
+    Of MLPerf's shape, the batch sizes are those of all processes together; under torchrun all measure together, and the
+    first process has the lines. Of Criteo's shape, one pass over the stream of ids first records the last sample of
+    every row, which all combinations use.
 
     Returns:
-        The lines. Each combination has
-
-        * mode, clip, precision, batch_size, model, max_rows;
-        * error, the text of what ended it, if it failed; the others are measured all the same. All else, as far as it
-          was known by then:
+        The lines. Each has mode, clip, precision, batch_size, model, max_rows, config, versions, device, threads,
+        git_commit. A combination that failed has error, its text; the others are measured all the same. Other values,
+        as far as they were known by then:
         * table_rows, table_bytes, moments_bytes;
         * samples_per_second and step_ms (medians over the steps), samples_per_second_quartiles, steps (how many);
-        * host_ms: processor time of the process per step, of all its threads together; on CUDA what the host needs to
-          start the device's work. kernels: launched per step, and captured: whether the steps replayed a CUDA graph
-          (both None on CPU);
-        * step_parts_ms: the parts of a step (see step_parts.py) by their shares in some profiled steps;
+        * host_ms: processor time of all threads of the process per step. kernels: launched per step, and captured:
+          whether the steps replayed a CUDA graph (both None on CPU);
+        * step_parts_ms: time of each of :data:`PARTS`, by their shares in some profiled steps;
         * roofline: the least flops and bytes per sample, the rates of both that this machine reached, and the resulting
           step in ms. Each kernel counts once a sample, which is too little for xdeepfm (an eighth of the flops) and
           autoint (a fiftieth), whose kernels serve columns or fields;
         * peak_memory_bytes of the process (on CUDA: what torch allocated on the device), and rss_before_tables_bytes;
         * of Criteo's shape minutes_of_10_epochs at this speed, and steps_before: steps before the measurement;
         * of MLPerf's shape world_size and samples_per_second_of_gpu (of a process).
-
-        All have config, versions, device, threads, git_commit.
 
     Raises:
         ValueError: a batch size of MLPerf's shape is not a multiple of the number of processes.
@@ -90,7 +85,6 @@ def bench(settings: Bench, output: Path, *, mlperf: bool = False) -> list[dict[s
 
 
 def _of_criteo(settings: Bench, last_samples: Path) -> Iterator[Combination]:
-    """The combinations of Criteo's shape, after the ids before them have been drawn into a file."""
     ids = CriteoIds(max_rows=settings.max_rows)
     np.save(last_samples, run_ids(ids, settings.samples))
     for case in cases(settings, ids, last_samples):
@@ -99,7 +93,7 @@ def _of_criteo(settings: Bench, last_samples: Path) -> Iterator[Combination]:
 
 
 def _of_mlperf(settings: Bench) -> list[Combination]:
-    rows, found = [min(each, settings.max_rows or each) for each in TABLE_ROWS], []
+    rows, found = [min(rows, settings.max_rows or rows) for rows in TABLE_ROWS], []
     for size, precision, clip in product(settings.batch_sizes, settings.precisions, settings.clips):
         if size % launched_world_size():
             raise UserError(f"--batch-sizes {size} is not a multiple of the {launched_world_size()} processes")
@@ -113,14 +107,14 @@ def _of_mlperf(settings: Bench) -> list[Combination]:
 def measured_lines(combinations: Iterable[Combination], *, keeps_process: bool) -> Iterator[dict[str, Any]]:
     """Measures one combination after the other; yields its line, on the first process.
 
-    On CPU the peak of its memory is that of a process, so that each has its own. On CUDA torch counts it, and all share
-    a process, which imports libraries and compiles kernels once; after a failure a new one is started. Processes of
-    torchrun measure themselves.
+    On CPU each combination has a process of its own, whose peak memory is counted. On CUDA torch counts the peak, and
+    all share a process, which compiles kernels once; after a failure a new one is started. Processes of torchrun
+    measure themselves.
     """
     with Subprocess() as process:
-        for each in combinations:
-            call = each.measure if launched_world_size() > 1 else partial(process.each, each.measure)
-            line = _line(each, partial(call, *each.arguments))
+        for combination in combinations:
+            call = combination.measure if launched_world_size() > 1 else partial(process.each, combination.measure)
+            line = _line(combination, partial(call, *combination.arguments))
             if not keeps_process:
                 process.close()
             if launched_rank() == 0:
@@ -128,7 +122,6 @@ def measured_lines(combinations: Iterable[Combination], *, keeps_process: bool) 
 
 
 def _line(combination: Combination, take: Callable[[], Iterator[dict[str, Any]]]) -> dict[str, Any]:
-    """The line of a combination: what identifies it, what was measured, and how; ``error`` if that is not all."""
     config = combination.config
     of_config = {"precision": config.train.precision, "batch_size": config.train.batch_size}
     about = {**combination.about, "clip": "off" if config.clip.rule == "none" else "on", **of_config}
@@ -152,7 +145,6 @@ def _line(combination: Combination, take: Callable[[], Iterator[dict[str, Any]]]
 
 
 def _written(lines: Iterable[dict[str, Any]], output: Path) -> list[dict[str, Any]]:
-    """Writes and shows each line as soon as it is there; returns them all."""
     found: list[dict[str, Any]] = []
     mine = output if launched_rank() == 0 else Path(os.devnull)
     with naming_full_disk(mine), mine.open("w", encoding="utf-8", buffering=1) as file:
@@ -166,3 +158,71 @@ def _written(lines: Iterable[dict[str, Any]], output: Path) -> list[dict[str, An
         except KeyboardInterrupt:
             raise Interrupted(f"stopped; {output} holds the {len(found)} combinations measured before") from None
     return found
+
+
+def table(lines: Lines) -> str:
+    """Three tables of combinations that did not fail: speed and memory, time of a step's parts, time of 10 epochs.
+
+    Memory is in GB: the peak, and the size of tables and moments. Lines of MLPerf's shape have what was published for
+    it instead of the time of 10 epochs.
+    """
+    head = ["mode", "batch", "samples/s", "quartiles", "step ms", "peak GB", "tables GB"]
+    parts = [part.replace("_", " ") for part in lines[0]["step_parts_ms"]]
+    of_parts = [["step ms by part", "batch", *parts, "roofline"]]
+    for line in lines:
+        times = [*line["step_parts_ms"].values(), line["roofline"]["step_ms"]]
+        of_parts.append(
+            [_name(line), size_name(line["batch_size"]), *("-" if time is None else f"{time:.2f}" for time in times)]
+        )
+    last = _published if lines[0]["model"] == NAME else _minutes_table
+    return "\n\n".join([aligned([head, *map(_cells, lines)]), aligned(of_parts), last(lines)])
+
+
+def short(line: dict[str, Any]) -> str:
+    """One line of text about a combination."""
+    if "error" in line:
+        return f"{_name(line)}, batch {size_name(line['batch_size'])}: failed: {line['error']}"
+    name, batch, speed, _, step, peak, *_ = _cells(line)
+    return f"{name}, batch {batch}: {speed} samples/s, {step} ms a step, {peak} GB"
+
+
+def _minutes_table(lines: Lines) -> str:
+    sizes = sorted({line["batch_size"] for line in lines})
+    minutes: dict[str, dict[int, float]] = {}
+    floors: dict[str, dict[int, float]] = {}
+    for line in lines:
+        size, of_10_epochs = line["batch_size"], line["minutes_of_10_epochs"]
+        minutes.setdefault(_name(line), {})[size] = of_10_epochs
+        floor = of_10_epochs * line["roofline"]["step_ms"] / line["step_ms"]
+        floors.setdefault(f"roofline {line['precision']}", {})[size] = floor
+    rows = [["minutes of 10 epochs", *map(size_name, sizes)]]
+    for name, by_size in {**minutes, **floors}.items():
+        rows.append([name, *(f"{by_size[size]:,.1f}" if size in by_size else "-" for size in sizes)])
+    if lines[0]["model"] == "deepfm":
+        rows.append(["CowClip paper, one V100", *(str(PAPER_MINUTES.get(size, "-")) for size in sizes)])
+    return aligned(rows)
+
+
+def _published(lines: Lines) -> str:
+    speeds = ", ".join(f"{line['samples_per_second_of_gpu']:,.0f}" for line in lines)
+    own = f"samples/s of each of {lines[0]['world_size']} processes: {speeds}"
+    return f"{own}\nMLPerf, 8 x H200, batch {8 * BATCH_SIZE_OF_GPU:,}: {PUBLISHED / 8:,.0f} samples/s each"
+
+
+def _cells(line: dict[str, Any]) -> list[str]:
+    return [
+        _name(line),
+        size_name(line["batch_size"]),
+        f"{line['samples_per_second']:,.0f}",
+        " - ".join(f"{speed:,.0f}" for speed in line["samples_per_second_quartiles"]),
+        f"{line['step_ms']:.1f}",
+        f"{line['peak_memory_bytes'] / 1e9:.2f}",
+        f"{(line['table_bytes'] + line['moments_bytes']) / 1e9:.2f}",
+    ]
+
+
+def _name(line: dict[str, Any]) -> str:
+    """The mode, followed by the values that are not the default."""
+    unclipped = ["no clip"] if line["clip"] == "off" else []
+    precision = [line["precision"]] if line["precision"] != "float32" else []
+    return ", ".join([line["mode"], *unclipped, *precision])

@@ -1,17 +1,17 @@
 """Measurements of `cowrec bench`: timed training steps of a model in the state that most of an epoch leaves.
 
 The state is constructed, not trained. The cost of a step depends on which rows it reads and on their absence, which
-both follow from the ids alone. Other values are plausible: weights are initial values, and rows seen before have the
-moments that one gradient of realistic size leaves.
+both follow from the ids alone. Weights are initial values. Rows seen before have the moments that one gradient of
+realistic size leaves.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -22,10 +22,13 @@ from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.synthetic.criteo_frequencies import NUM_DENSE
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.models import physical_dim
-from cowrec.sparse_opt import EmbeddingAdam
+from cowrec.errors import UserError
+from cowrec.models import ModelConfig, physical_dim, require_model
+from cowrec.names import require, require_choices
+from cowrec.sparse_opt import AdamConfig, EmbeddingAdam
 
-from ..config.run import RunConfig
+from ..config.run import RunConfig, load_config, with_values
+from ..config.sections import TrainConfig
 from ..runtime.environment import prepare_process
 from ..runtime.processes import process_group
 from ..sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
@@ -43,11 +46,65 @@ from .parts import (
     step_times,
     step_values,
 )
-from .settings import EPOCH_SAMPLES, Bench, criteo_config
 
+EPOCH_SAMPLES = 41_256_555
+"""Samples of Criteo's training split as published: nine tenths of 45,840,617."""
+_CRITEO = Path(__file__).parents[1] / "configs" / "criteo.toml"
 _MOST_STEPS, _LEAST_STEPS, _MOST_SAMPLES = 256, 8, 1 << 20
 """Limits on the steps of a combination, so that their batches fit into memory."""
 _ROWS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Settings of a benchmark, which the flags of `cowrec bench` describe.
+
+    Each combination of modes, clips, precisions and batch sizes is one line. ``max_rows`` of None is Criteo's full
+    vocabulary.
+
+    Raises:
+        ValueError: a value that is unknown, out of range or repeated.
+    """
+
+    modes: Sequence[str] = ("replay", "lazy", "dense")
+    batch_sizes: Sequence[int] = (1024, 8192, 65536)
+    model: str = "deepfm"
+    max_rows: int | None = None
+    epoch_share: float = 0.9
+    seconds: float = 20.0
+    clips: Sequence[str] = ("on",)
+    precisions: Sequence[str] = ("float32",)
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        require_model(ModelConfig(name=self.model))
+        modes, precisions = get_type_hints(AdamConfig)["absent_rows"], get_type_hints(TrainConfig)["precision"]
+        require_choices("--absent-rows", self.modes, get_args(modes))
+        require_choices("--clip", self.clips, ("on", "off"))
+        require_choices("--precision", self.precisions, get_args(precisions))
+        require_choices("--device", [self.device], ("cpu", "cuda"))
+        require_choices("--batch-sizes", self.batch_sizes, self.batch_sizes)
+        require("--batch-sizes", min(self.batch_sizes), min(self.batch_sizes) >= 1, "at least 1")
+        if self.device == "cpu" and "tf32" in self.precisions:
+            raise UserError("--precision tf32 exists on CUDA only; add --device cuda, or measure float32 or bfloat16")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device cuda, but torch sees no GPU; measure with --device cpu or check the driver")
+
+    @property
+    def samples(self) -> int:
+        """Samples of the stream before the measurement starts: complete steps of the largest batch."""
+        largest = max(self.batch_sizes)
+        return max(round(self.epoch_share * EPOCH_SAMPLES / largest), 1) * largest
+
+
+def criteo_config(
+    model: str, batch_size: int, mode: str, clip: str = "on", precision: str = "float32", device: str = "cpu"
+) -> RunConfig:
+    """The published settings for Criteo, those of trainer/configs/criteo.toml, at a batch size."""
+    train = {"batch_size": batch_size, "device": device, "precision": precision}
+    published = load_config(_CRITEO)
+    rule = {"rule": published.clip.rule if clip == "on" else "none"}
+    return with_values(published, model={"name": model}, train=train, optimizer={"absent_rows": mode}, clip=rule)
 
 
 @dataclass(frozen=True)
@@ -93,7 +150,7 @@ def cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]
 
 
 def run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
-    """The result of :meth:`CriteoIds.last_samples` for the first samples of the stream; shows a progress bar."""
+    """The result of :meth:`CriteoIds.last_samples` for the first samples of the stream, with a progress bar."""
     total = samples * len(ids.table_rows)
     hidden = not sys.stderr.isatty()
     with tqdm(total=total, unit=" ids", desc="ids before", unit_scale=True, leave=False, disable=hidden) as bar:
@@ -105,10 +162,8 @@ class SteadyRun(NamedTuple):
 
     Attributes:
         step: takes the step of a number, from 0.
-        model, adam, dense, pipeline: the model, sharded over the one process, its optimizers, and what takes the steps.
         batches: on the device, each for one step.
-        ids: of each field in the first of them, on CPU.
-        device: of all of it.
+        ids: of each field in the first batch, on CPU.
         rss_before: memory before the tables, in bytes.
     """
 
@@ -156,17 +211,16 @@ def steady_run(case: Case) -> Iterator[SteadyRun]:
 
 
 def measure(case: Case) -> Iterator[dict[str, Any]]:
-    """Measures a case. Yields the values of its line, see :func:`cowrec.trainer.bench.bench.bench`, and step_seconds,
-    as they become known.
+    """Yields the values of a case's line, see :func:`bench`, and step_seconds, as they become known.
 
-    On CPU call it in its own process, whose peak memory is then the case's.
+    On CPU call it in a process of its own, whose peak memory is then the case's.
     """
     prepare_process()
     with steady_run(case) as run:
         device = run.device
         timed = step_times(run.step, case.batch_size, case.max_steps, case.seconds, device)
-        moments = [each for key, each in stored(run.adam).items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
-        moments_bytes = sum(each.nbytes for each in moments)
+        moments = [tensor for key, tensor in stored(run.adam).items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
+        moments_bytes = sum(moment.nbytes for moment in moments)
         yield {
             **timed,
             "captured": graph_captured(run.pipeline, device),
@@ -228,7 +282,7 @@ def _gradient_size(adam: EmbeddingAdam, batch: Batch, second_decay: float) -> Te
 
 
 def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor, betas: tuple[float, float]) -> None:
-    """Sets the moments and, if there are any, the last steps of all rows to their values after ``steps_before``."""
+    """Sets moments and last steps of all rows to their values after ``steps_before`` steps."""
     adam.steps = case.steps_before
     state = stored(adam)
     first_decay, second_decay = betas
@@ -258,7 +312,7 @@ def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor, betas: tup
 
 
 def stored(adam: EmbeddingAdam) -> dict[str, Tensor]:
-    """The state of the tables, all of which is in this one process, as it is, by "<table>.<name>"."""
+    """State of the tables as it is, by "<table>.<name>"; the one process holds all of it."""
     with adam.as_stored():  # reading must not bring rows up to date
         state = adam.state_dict()["state"]
     return {
@@ -276,6 +330,6 @@ def _last_steps(case: Case, first: int, count: int) -> Tensor:
 
 
 def last_steps(last_samples: np.ndarray, batch_size: int, steps: int) -> np.ndarray:
-    """The step (from 1) of each row's last sample (from 1, 0 for none) in a stream of ``steps`` steps: int32."""
+    """Step (from 1) of each row's last sample (from 1, 0 for none) in a stream of ``steps`` steps: int32."""
     found: np.ndarray = np.minimum(-(-last_samples.astype(np.int32) // np.int32(batch_size)), np.int32(steps))
     return found

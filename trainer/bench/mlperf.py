@@ -1,8 +1,7 @@
 """The shape of MLPerf Training's DLRM-DCNv2 (up to v6.0) for `cowrec bench`: its training steps on generated ids.
 
-Network, tables and numbers of ids are as in the reference (github.com/mlcommons/training, recommendation_v2): DLRM with
-low-rank DCN-v2 crosses, Adagrad, and tables under FBGEMM's fused row-wise Adagrad. The network is TorchRec's own class.
-AUC is not measured.
+The network is TorchRec's class. Tables and numbers of ids are those of the reference (github.com/mlcommons/training,
+recommendation_v2): DLRM with low-rank DCN-v2 crosses, Adagrad, and tables under FBGEMM's fused row-wise Adagrad.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +56,7 @@ class ClickDCN(DLRM_DCN):
 
 
 def mlperf_config(batch_size: int, precision: str, clip: str, device: str) -> RunConfig:
-    """The settings of the reference for a batch over all processes, which nothing scales."""
+    """Settings of the reference for a batch over all processes; nothing scales them."""
     unscaled = {"scaling": "none", "base_batch_size": batch_size, "l2": 0.0, "warmup_epochs": 0.0}
     rates = {"embedding_lr": LEARNING_RATE, "dense_lr": LEARNING_RATE, "eps": EPS}
     return config_from(
@@ -70,9 +69,9 @@ def mlperf_config(batch_size: int, precision: str, clip: str, device: str) -> Ru
 
 
 def measure_mlperf(config: RunConfig, rows: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
-    """Yields the values of a configuration's line as they become known. With several processes, all call together.
+    """Yields the values of a configuration's line as they become known; all processes call together.
 
-    With one process no step is timed after so many seconds; several would wait for each other.
+    With one process no step is timed after ``seconds``; several processes would wait for each other.
     """
     prepare_process()
     with process_group(config.train.device) as process:
@@ -104,7 +103,7 @@ def measure_mlperf(config: RunConfig, rows: Sequence[int], seconds: float) -> It
 
 
 def build_mlperf(config: RunConfig, rows: Sequence[int], process: Process) -> DistributedModelParallel:
-    """Builds the network with its loss and shards it as a run's model is; see :func:`build_sharded`."""
+    """Builds the network with its loss and shards it as :func:`build_sharded` shards the model of a run."""
     set_product_precision(config.train.precision, process.device)
     torch.manual_seed(config.train.seed)
     tables = _tables(rows)
@@ -115,7 +114,7 @@ def build_mlperf(config: RunConfig, rows: Sequence[int], process: Process) -> Di
 
 
 def make_batch(table_rows: Sequence[int], global_batch_size: int, process: Process, seed: int) -> Batch:
-    """One process's samples. The first id of a feature is skewed, and determines the others.
+    """Samples of one process. The first id of a feature is skewed, and determines the others.
 
     The reference makes samples of several ids in the same way: from one id by a fixed table of uniform draws. Here the
     rank of the first id is log-uniform, as if its frequency were one over the rank.
@@ -150,8 +149,8 @@ def mlperf_bytes_per_sample(batch: Batch) -> float:
 
 def _tables(rows: Sequence[int]) -> list[EmbeddingBagConfig]:
     return [
-        EmbeddingBagConfig(name=key, embedding_dim=EMBEDDING_DIM, num_embeddings=each, feature_names=[key])
-        for key, each in zip(_keys(rows), rows, strict=True)
+        EmbeddingBagConfig(name=key, embedding_dim=EMBEDDING_DIM, num_embeddings=count, feature_names=[key])
+        for key, count in zip(_keys(rows), rows, strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""What is measured of training steps: times, memory, their parts, and the least time that this machine could take.
+"""Times, memory and parts of training steps, and the least time that this machine could take for a step.
 
 B samples of a batch, U of its distinct rows.
 """
@@ -30,8 +30,7 @@ LEAST_STEPS = 5
 PARTS = ("input", "lookup", "dense", "row_gradients", "clip_and_embedding_update", "dense_update", "other")
 """Parts of a step: loading and distributing the next batch; looking up rows, catch-up of missed steps included; the
 dense network forward and backward, and everything not named here; sums of gradients over a row's ids; L2, clip and
-embedding optimizer, which are one pass; the dense optimizer; other work of the host (0 on CUDA, where only the device's
-time counts)."""
+embedding optimizer; the dense optimizer; other work of the host (0 on CUDA, where only the device's time counts)."""
 _STEP = "cowrec_step"
 # As SequentialSteps and TorchRec's sharded lookups name them; the latter add table names.
 _INPUT, _EXCHANGE = ("## load batch",), ("[splits_dist]",)
@@ -61,10 +60,10 @@ def step_values(
     precision: str,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
-    """Yields what else all lines have of timed steps, each as soon as it is known: their roofline and their parts.
+    """Yields the roofline and the parts of timed steps, each as soon as it is known.
 
     Args:
-        step_ms: of the steps; see :func:`speed`.
+        step_ms: median time of a step.
         batch_size: samples of this process in a step, B.
         step: takes a further step, not as a captured graph.
         traffic: bytes per sample that the embeddings must move.
@@ -87,19 +86,14 @@ def step_values(
 def step_times(
     step: Callable[[int], object], batch_size: int, max_steps: int, seconds: float, device: torch.device
 ) -> dict[str, Any]:
-    """Takes steps, at least :data:`LEAST_STEPS` after the warm-up, and measures them.
+    """Measures steps after the warm-up, at least :data:`LEAST_STEPS`, until ``max_steps`` or ``seconds`` have passed.
 
-    On CUDA the host enqueues steps ahead; the device's time from the end of one step to the end of the next counts.
-
-    Args:
-        step: takes the step of a number, from 0.
-        batch_size: samples of a step, of all processes.
-        max_steps: most steps to time.
-        seconds: time after which no further step is timed.
+    On CUDA the host enqueues steps ahead, so the device's time from the end of one step to the end of the next counts.
+    ``step`` takes the step of a number, from 0; ``batch_size`` counts the samples of all processes.
 
     Returns:
-        The values of :func:`speed`; step_seconds of each step; host_ms, processor time per step of this process, of all
-        its threads together; and peak_memory_bytes.
+        The values of :func:`speed`; step_seconds of each step; host_ms, processor time of all threads of this process
+        per step; and peak_memory_bytes.
     """
     marks: list[Any] = []
     stop, host, warmup_steps = inf, 0.0, WARMUP_STEPS[device.type]
@@ -114,13 +108,13 @@ def step_times(
             break
     host = (time.process_time() - host) / (len(marks) - 1)
     synchronize(device)
-    times = [_seconds(*each) for each in pairwise(marks)]
+    times = [_seconds(begin, end) for begin, end in pairwise(marks)]
     of_process = {"host_ms": 1e3 * host, "peak_memory_bytes": memory("VmHWM", device)}
     return {**speed(batch_size, times), "step_seconds": times, **of_process}
 
 
 def _mark(device: torch.device) -> Any:
-    """The present time: a number on CPU, an event on CUDA."""
+    """The present time: seconds on CPU, an event on CUDA."""
     return (
         torch.cuda.current_stream().record_event(torch.cuda.Event(True))
         if device.type == "cuda"
@@ -129,12 +123,11 @@ def _mark(device: torch.device) -> Any:
 
 
 def _seconds(begin: Any, end: Any) -> float:
-    """Time from one mark to another that the device has reached."""
     return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
 
 
 def memory(key: str, device: torch.device) -> int:
-    """Bytes of this process: VmRSS at present, VmHWM at peak. (getrusage's peak includes that of the parent.)"""
+    """Bytes of this process: VmRSS at present, VmHWM at peak. (The peak of getrusage includes that of the parent.)"""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) if key == "VmRSS" else torch.cuda.max_memory_allocated(device)
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
@@ -165,8 +158,8 @@ def profile_steps(
     """Profiles ``steps`` further steps, none of which is a captured graph.
 
     Returns:
-        Share of each of :data:`PARTS`, sum 1, of device time on CUDA, of wall time on CPU; kernels and copies that a
-        step runs on the device, None on CPU.
+        The share of each of :data:`PARTS`, of device time on CUDA and of wall time on CPU; and the kernels and copies
+        that a step runs on the device, None on CPU.
     """
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
@@ -178,11 +171,11 @@ def profile_steps(
             torch.cuda.synchronize(device)
     events = profiled.key_averages()
     # On CUDA TorchRec's ranges are listed twice; the host's entry has the time of the kernels that it launched.
-    ranges = [each for each in events if each.device_type == DeviceType.CPU]
+    ranges = [event for event in events if event.device_type == DeviceType.CPU]
 
     def total(*prefixes: str) -> float:
-        found = [each for each in ranges if each.key.startswith(prefixes)]
-        return float(sum(each.device_time_total if on_cuda else each.cpu_time_total for each in found))
+        found = [event for event in ranges if event.key.startswith(prefixes)]
+        return float(sum(event.device_time_total if on_cuda else event.cpu_time_total for event in found))
 
     parts, launches = dict.fromkeys(PARTS, 0.0), None
     parts["input"] = total(*_INPUT) + total(*_EXCHANGE)
@@ -191,12 +184,12 @@ def profile_steps(
     # Under a fused optimizer, whose update is part of the backward, there is no range of the update.
     parts["clip_and_embedding_update"] = max(total(EMBEDDING_UPDATE) - parts["row_gradients"], 0.0)
     if on_cuda:  # the backward runs in its own thread, outside the range that waits for it
-        kernels = [each for each in events if each.device_type != DeviceType.CPU and not each.is_user_annotation]
-        step_time = sum(each.self_device_time_total for each in kernels)
+        kernels = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+        step_time = sum(kernel.self_device_time_total for kernel in kernels)
         if not step_time:
             raise RuntimeError("the profile has no kernels; the driver may keep users from its counters")
         parts["dense"] = step_time - sum(parts.values())
-        launches = sum(each.count for each in kernels) / steps
+        launches = sum(kernel.count for kernel in kernels) / steps
     else:
         step_time = total(_STEP)
         rows = total(*_EXCHANGE) + parts["lookup"] + parts["row_gradients"] + parts["clip_and_embedding_update"]
@@ -206,7 +199,7 @@ def profile_steps(
 
 
 def measure_rates(device: torch.device, precision: str, batch_size: int) -> dict[str, float]:
-    """Rates that this machine reached, each the best of several measurements, for the least time of a step.
+    """Measures the rates that this machine reaches, each the best of several times.
 
     Source: the roofline model (Williams, Waterman and Patterson 2009).
 
@@ -215,8 +208,7 @@ def measure_rates(device: torch.device, precision: str, batch_size: int) -> dict
         batch_size: samples of the products on CUDA, where small ones do not fill the device; on CPU 8,192.
 
     Returns:
-        flops_per_second of matrix products of the MLP's size, with torch's threads; bytes_per_second, read plus written
-        while 256 MiB are copied.
+        flops_per_second of matrix products of the MLP's size; bytes_per_second, read plus written by a copy of 256 MiB.
     """
     samples = batch_size if device.type == "cuda" else _SAMPLES
     x = torch.randn(samples, _WIDTH, device=device)
@@ -234,8 +226,8 @@ def measure_rates(device: torch.device, precision: str, batch_size: int) -> dict
 
 
 def flops_per_sample(dense: Mapping[str, nn.Parameter]) -> float:
-    """Operations of the dense kernels: 2 per element forward, 2 for the inputs' and 2 for the kernels' gradients."""
-    return 6.0 * sum(each.numel() for each in dense.values() if each.dim() >= 2)
+    """Operations of the dense kernels: 2 per element forward, 4 for the gradients of inputs and kernels."""
+    return 6.0 * sum(kernel.numel() for kernel in dense.values() if kernel.dim() >= 2)
 
 
 def bytes_per_sample(fields: int, stored_width: int, distinct_rows: float) -> float:
@@ -248,7 +240,7 @@ def bytes_per_sample(fields: int, stored_width: int, distinct_rows: float) -> fl
 
 
 def _least_seconds(action: Callable[[], Tensor], device: torch.device) -> float:
-    """Time of an action, on CUDA of many, which its host launches faster than the device runs them."""
+    """Time of an action; on CUDA of many, which the host launches faster than the device runs them."""
     least, times = inf, _LAUNCHED if device.type == "cuda" else 1
     for _ in range(_REPEATS):
         begin = _mark(device)

@@ -50,9 +50,9 @@ def bench(
     from cowrec.names import require_choices
 
     from ..bench.bench import bench as run
+    from ..bench.bench import table
+    from ..bench.measurement import Bench
     from ..bench.mlperf import BATCH_SIZE_OF_GPU
-    from ..bench.settings import Bench
-    from ..bench.table import table
     from ..runtime.errors import ProcessFailed
 
     require_choices("--preset", [preset], _PRESETS)
