@@ -1,4 +1,4 @@
-"""What LightGBM and logistic regression reach on a prepared data set, to be read beside the quality of a run.
+"""What LightGBM and logistic regression reach on a prepared data set, to compare with the quality of a run.
 
 R samples, F fields, N numbers.
 """
@@ -31,8 +31,6 @@ PENALTIES = (0.01, 0.1, 1.0)
 """Inverse strengths of the L2 penalty of logistic regression, of which validation samples choose one."""
 HELD_OUT = 0.1
 """Share of the training split, its last samples, that are validation samples where there is no such split."""
-_MOST_IDS = 1 << 24
-"""Ids of a field that float32, the type of LightGBM's features, can tell apart."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,8 @@ class Part:
 
     @staticmethod
     def of(data_dir: Path, schema: Schema, split: str) -> "Part":
-        """Reads a split; its label is the first one."""
-        features = [*(each.name for each in schema.dense), *(each.name for each in schema.sparse)]
+        """Reads a split; the label of the part is the first one of the data set."""
+        features = [*(number.name for number in schema.dense), *(field.name for field in schema.sparse)]
         label = schema.label_columns[0]
         names = [*features, label, *[SAMPLE_WEIGHT] * schema.sample_weights]
         table = read_columns(data_dir, schema, split, names)
@@ -63,7 +61,7 @@ class Part:
         return Part(self.table.slice(first, end - first), self.label[first:end], self.weight[first:end])
 
     def labelled(self) -> "Part":
-        """The samples whose label is known and whose weight is above 0."""
+        """The samples with a known label and a weight above 0."""
         known = ~np.isnan(self.label) & (self.weight > 0)
         return self if known.all() else Part(self.table.filter(pa.array(known)), self.label[known], self.weight[known])
 
@@ -87,7 +85,7 @@ class Known(NamedTuple):
         return Known(ids, codes)
 
     def code(self, ids: np.ndarray) -> np.ndarray:
-        """Codes of ids, int64; -1 for those that training samples do not have."""
+        """Codes of ids, int64; -1 for ids that no training sample has."""
         if not len(self.ids):
             return np.full(len(ids), -1)
         place = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
@@ -104,27 +102,26 @@ def baselines(data_dir: Path, output: Path, most_rows: int) -> Iterator[dict[str
     sample are known. Of several labels the first is trained.
 
     Args:
-        data_dir: a prepared data set.
         output: folder to write; ``cowrec plot`` takes it as it takes a run.
-        most_rows: the newest training samples are taken, at most so many; a sample takes 12 bytes for each feature.
+        most_rows: largest number of training samples, the newest ones; a sample takes 12 bytes for each feature.
 
     Yields:
-        For each model its name, the samples that it was trained on, what validation chose, seconds, and the measures of
-        the test split and the logloss and AUC of the validation samples.
+        For each model its name, the number of training samples, what validation chose, seconds, and the measures of the
+        test split and the logloss and AUC of the validation samples.
 
     Raises:
         ValueError: a package is not installed, a split has no labelled sample, or a shard is missing or damaged.
     """
     models = _models()
     schema = Schema.load(data_dir)
-    train, validation, test = (each.labelled() for each in _parts(data_dir, schema))
+    train, validation, test = (part.labelled() for part in _parts(data_dir, schema))
     train = train.between(max(0, len(train.label) - most_rows), len(train.label))
     for split, part in (("training", train), ("validation", validation), ("test", test)):
         if not len(part.label):
             raise UserError(f"{data_dir} has no {split} samples with a label; prepare the data set with more samples")
     if len(np.unique(train.label)) < 2:
         raise UserError(f"all {len(train.label):,} training samples of {data_dir} have one label")
-    known = {each.name: Known.of(train.table[each.name]) for each in schema.sparse}
+    known = {field.name: Known.of(train.table[field.name]) for field in schema.sparse}
     lines = []
     with locked_folder(output):
         for name, fit in models.items():
@@ -135,7 +132,7 @@ def baselines(data_dir: Path, output: Path, most_rows: int) -> Iterator[dict[str
             chosen |= {f"validation_{key}": of_validation[key] for key in ("auc", "logloss")}
             lines.append({"kind": "baseline", "model": name, "train_rows": len(train.label), "seconds": seconds})
             lines[-1] |= chosen | of_test
-            replace_file(output / METRICS, "".join(f"{json.dumps(each)}\n" for each in lines).encode())
+            replace_file(output / METRICS, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
             yield lines[-1]
 
 
@@ -155,7 +152,6 @@ def _models() -> dict[str, Fit]:
 
 
 def _parts(data_dir: Path, schema: Schema) -> tuple[Part, Part, Part]:
-    """Training, validation and test samples."""
     train = Part.of(data_dir, schema, "train")
     test = Part.of(data_dir, schema, "test")
     if "validation" in schema.splits:
@@ -174,7 +170,7 @@ def _lightgbm(
 ) -> tuple[Callable[[Part], np.ndarray], dict[str, Any]]:
     import lightgbm
 
-    columns: list[str] = [each.name for each in schema.dense]
+    columns: list[str] = [number.name for number in schema.dense]
     for field in schema.sparse:
         columns += [field.name] if field.kind == "categorical" else [f"{field.name} (number)", field.name]
 
@@ -194,7 +190,7 @@ def _lightgbm(
             last = np.full(len(offsets) - 1, -1, np.int64)
             given = np.diff(offsets) > 0
             last[given] = known[name].code(_flat(stored)[offsets[1:][given] - 1])
-            values[:, place] = np.where((last < 0) | (last >= _MOST_IDS), np.nan, last)
+            values[:, place] = np.where(last < 0, np.nan, last)
         return values
 
     parameters = {"objective": "binary", "verbosity": -1, "deterministic": True, "force_row_wise": True}
@@ -222,8 +218,9 @@ def _logistic_regression(
     from scipy.sparse import csr_array
     from sklearn.linear_model import LogisticRegression
 
-    numbers = [each.name for each in schema.dense]
-    scales = {name: (np.mean(each), np.std(each) or 1.0) for name in numbers for each in [train.table[name].to_numpy()]}
+    numbers = [number.name for number in schema.dense]
+    stored = {name: train.table[name].to_numpy() for name in numbers}
+    scales = {name: (np.mean(values), np.std(values) or 1.0) for name, values in stored.items()}
 
     def features(part: Part) -> Any:
         """CSR float32 [R, N + the known ids of all fields]: standardized numbers, and how often a sample has an id."""
@@ -240,7 +237,7 @@ def _logistic_regression(
             columns.append(begin + codes[codes >= 0])
             values.append(np.ones(len(columns[-1])))
             begin += len(ids.ids)
-        places = tuple(np.concatenate(each).astype(np.int32) for each in (rows, columns))  # scikit-learn takes no int64
+        places = tuple(np.concatenate(parts).astype(np.int32) for parts in (rows, columns))  # not int64: scikit-learn
         return csr_array((np.concatenate(values).astype(np.float32), places), shape=(len(part.label), begin))
 
     of_train, of_validation = features(train), features(validation)
@@ -249,12 +246,12 @@ def _logistic_regression(
         model = LogisticRegression(C=penalty, solver="newton-cg")
         model.fit(of_train, train.label, train.weight)
         fits.append((_measured(model.decision_function(of_validation), validation)["logloss"], penalty, model))
-    _, penalty, best = min(fits, key=lambda each: each[0])
+    _, penalty, best = min(fits, key=lambda fit: fit[0])
     return lambda part: best.decision_function(features(part)), {"C": penalty}
 
 
 def _offsets(column: pa.ChunkedArray) -> np.ndarray:
-    """Where the ids of each sample begin and end in :func:`_flat`, int64 [R + 1]."""
+    """Begin and end of each sample's ids in :func:`_flat`, int64 [R + 1]."""
     if not pa.types.is_list(column.type):
         return np.arange(len(column) + 1)
     return np.append(0, np.cumsum(pc.list_value_length(column).to_numpy()))

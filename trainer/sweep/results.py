@@ -36,8 +36,10 @@ _MOST = 5
 
 
 class Measure(NamedTuple):
-    """How a measure is shown: ``factor`` times the lines' values, in ``form``, with the value of the true
-    probabilities, whose key is ``best_possible``."""
+    """Form of a measure: the lines' values times ``factor``, formatted by ``form``.
+
+    ``best_possible`` is the key of the value that the true probabilities reach.
+    """
 
     label: str
     unit: str
@@ -62,20 +64,20 @@ Series = dict[Curve, dict[int, list[float]]]
 
 
 def sweep_table(lines: Lines) -> str:
-    """A table for each measure, its values and their differences from the base, and notes on how to read them.
+    """A table for each measure, with differences from the base, and notes on how to read them.
 
-    AUC is in percent. Lines are curves, columns are batch sizes.
+    AUC is in percent. Rows are curves, columns are batch sizes.
     """
-    tables = [_table(lines, each, with_steps=number == 0) for number, each in enumerate(_shown_measures(lines))]
+    tables = [_table(lines, measure, with_steps=number == 0) for number, measure in enumerate(_shown_measures(lines))]
     return "\n\n".join([*tables, _notes(lines)])
 
 
 def tune_table(lines: Lines, metric: str) -> str:
-    """The best trials, a line each; then how many were pruned and failed."""
+    """The best trials, a line each, and the numbers of pruned and failed ones."""
     rows = [["trial", *VALUES, "validation logloss", "AUC", "epoch"]]
     for line in ranked(lines, metric)[:_MOST]:
         values = [f"{line[name]:.4g}" for name in VALUES]
-        quality = [number_text(line[f"validation_{each}"], ".5f") for each in ("logloss", "auc")]
+        quality = [number_text(line[f"validation_{metric}"], ".5f") for metric in ("logloss", "auc")]
         rows.append([str(line["trial"] + 1), *values, *quality, str(line["best_epoch"])])
     states = [line["state"] for line in lines]
     counts = f"{len(lines)} trials, {states.count('pruned')} of them pruned, {states.count('failed')} failed"
@@ -83,13 +85,13 @@ def tune_table(lines: Lines, metric: str) -> str:
 
 
 def ranked(lines: Lines, metric: str) -> list[dict[str, Any]]:
-    """The complete trials of a study, the best one first, the first of equal ones."""
+    """The complete trials of a study, the best one first."""
     complete = [line for line in lines if line["state"] == "complete"]
     return sorted(complete, key=lambda line: line[f"validation_{metric}"], reverse=metric == "auc")
 
 
 def series(lines: Lines, measure: str) -> Series:
-    """A measure of a sweep's lines by curve and batch size; a batch size whose runs all failed has no values."""
+    """A measure by curve and batch size; a batch size whose runs all failed has no values."""
     found: Series = {}
     for line in lines:
         values = found.setdefault((line["rule"], line["clip"]), {}).setdefault(line["batch_size"], [])
@@ -99,7 +101,7 @@ def series(lines: Lines, measure: str) -> Series:
 
 
 def base_values(lines: Lines, measure: str) -> dict[str, list[float]]:
-    """The base's values of a measure over seeds, for clip on and off. Empty if no run at the base batch succeeded."""
+    """Values of a measure at the base batch size over seeds, by clip; empty if no such run succeeded."""
     # The lines of all rules are copies of one run here.
     by_seed = {
         (line["clip"], line["seed"]): line[measure]
@@ -113,7 +115,7 @@ def base_values(lines: Lines, measure: str) -> dict[str, list[float]]:
 
 
 def steps_by_batch_size(lines: Lines) -> dict[int, int]:
-    """Training steps at each batch size; without those whose runs all failed."""
+    """Training steps at each batch size; none where all runs failed."""
     steps = dict.fromkeys(sorted({line["batch_size"] for line in lines}), 0)
     for line in lines:
         steps[line["batch_size"]] = max(steps[line["batch_size"]], line.get("steps") or 0)
@@ -133,7 +135,7 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def _shown_measures(lines: Lines) -> list[str]:
-    """The measures worth showing: AUC and logloss, and the others if a run has them or differs in them."""
+    """AUC and logloss, and the others if a run has them or differs in them."""
     shown = ["auc", "logloss"]
     if any((line.get("best_epoch_auc") or 0) > (line.get("auc") or 1) + _CLEARLY for line in lines):
         shown.insert(1, "best_epoch_auc")
@@ -143,7 +145,6 @@ def _shown_measures(lines: Lines) -> list[str]:
 
 
 def _table(lines: Lines, measure: str, *, with_steps: bool) -> str:
-    """Mean and deviation over seeds of each curve and batch size, and their difference from the base."""
     how, base, at_base = MEASURES[measure], lines[0]["base_batch_size"], base_values(lines, measure)
     sizes, seeds = sorted({line["batch_size"] for line in lines}), len({line["seed"] for line in lines})
     rows = [[how.label + how.unit, *map(size_name, sizes)]]
@@ -232,7 +233,6 @@ def plot_sweep(lines: Lines, path: Path) -> Path:
 
 
 def style(rule: str, clip: str) -> dict[str, Any]:
-    """Colour, marker and line of a curve."""
     number = list(SCALING_RULES).index(rule)
     color = _COLORS[number % len(_COLORS)]
     return {

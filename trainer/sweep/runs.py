@@ -20,15 +20,7 @@ from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE
 from cowrec.errors import UserError
 from cowrec.files import locked_folder, replace_file
 
-from ..config.run import (
-    RunConfig,
-    first_difference,
-    load_config,
-    save_config,
-    to_plain,
-    with_defaults,
-    with_values,
-)
+from ..config.run import RunConfig, first_difference, load_config, save_config, to_plain, with_defaults, with_values
 from ..runs.provenance import changes, load_code
 from ..runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, difference_of_samples, to_json
 from ..runtime.environment import prepare_process
@@ -61,8 +53,8 @@ class Runs:
     def train(self, config: RunConfig, name: str, after_epoch: AfterEpoch | None = None) -> dict[str, Any]:
         """Trains a run, from its latest checkpoint if there is one. Returns its report.
 
-        A run that has a report, and whose line was lost, is not trained again. The subprocess stays, so that the next
-        run needs no start, imports and compiled kernels; a run that fails ends it. What is large goes with success.
+        A run that has a report, and whose line was lost, is not trained again. The subprocess stays for the next run,
+        which then needs no imports and compiled kernels; a run that fails ends it.
 
         Raises:
             ProcessFailed: the run failed; the message is its error.
@@ -87,14 +79,14 @@ class Runs:
             shutil.rmtree(self.folder_of(name) / large, ignore_errors=True)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Keeps the line of a run that has ended; the file is replaced at once, so that it never holds half a line."""
+        """Keeps the line of a run that has ended; the file never holds half a line."""
         self.lines.append({**line, "config_sha256": self._hash})
-        replace_file(self._results, "".join(to_json(each) + "\n" for each in self.lines).encode())
+        replace_file(self._results, "".join(to_json(ended) + "\n" for ended in self.lines).encode())
 
 
 @contextmanager
 def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Iterator[Runs]:
-    """Opens the folder of a sweep or study, alone, and writes or checks the configuration that its runs share.
+    """Locks the folder of a sweep or study, and writes or checks the configuration that its runs share.
 
     Raises:
         ValueError: another process is at work there, or the folder has another configuration, runs of other data or of
@@ -107,7 +99,7 @@ def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Itera
             # Loaded, so that a key that was left out has its default.
             if difference := first_difference(to_plain(load_config(file)), to_plain(config)):
                 raise UserError(f"{file} has another configuration: {difference}; choose another --output")
-        elif any(each.suffix != ".partial" for each in folder.iterdir()):
+        elif any(path.suffix != ".partial" for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and not the folder of a {what}; choose another --output")
         else:
             save_config(config, file)

@@ -41,7 +41,7 @@ _KEPT = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a grid, with one of its values each."""
+    """One run of a grid."""
 
     rule: str
     batch_size: int
@@ -53,7 +53,6 @@ class Cell:
         return f"{self.rule}-{self.batch_size}-clip_{self.clip}-seed{self.seed}"
 
     def config(self, shared: RunConfig) -> RunConfig:
-        """The run's configuration, made from the one that all runs share."""
         clip = {"rule": shared.clip.rule if self.clip == "on" else "none"}
         train = {"batch_size": self.batch_size, "seed": self.seed}
         return with_values(shared, train=train, optimizer={"scaling": self.rule}, clip=clip)
@@ -91,13 +90,12 @@ class Grid:
 
 
 def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[dict[str, Any]]:
-    """Trains each run of a grid in a subprocess, so that a failed run is recorded and the others continue.
+    """Trains each run of a grid in a subprocess; a failed run is recorded and the others continue.
 
     A run with a line in ``sweep.jsonl`` is not trained again: after an interruption the same call continues, the run in
-    progress from its latest checkpoint, and with a larger grid it adds runs. To repeat a failed run, delete its lines;
-    a run whose process was killed, for example for lack of memory, then continues from its latest checkpoint. At the
-    base batch size all scaling rules are the same run, which is trained once. The runs' folders are kept, without
-    checkpoints and vocabularies.
+    progress from its latest checkpoint, and with a larger grid it adds runs. To repeat a failed run, delete its lines.
+    At the base batch size all scaling rules are the same run, which is trained once. The runs' folders are kept,
+    without checkpoints and vocabularies.
 
     Returns:
         The grid's lines: rule, batch_size, clip, seed; auc and logloss (as reported), best_epoch_auc, with validation
@@ -116,7 +114,7 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     config = on_data(given, data_dir, schema)
     cells = grid.cells(config.train.seed)
     own = [on_data(cell.config(given), data_dir, schema) for cell in cells]  # some defaults depend on the batch size
-    decays = {each.train.batch_size: each.optimizer.lr_decay for each in own}
+    decays = {config.train.batch_size: config.optimizer.lr_decay for config in own}
     if len(set(decays.values())) > 1:
         shown = ", ".join(f"{size}: {decay}" for size, decay in sorted(decays.items()))
         say(
@@ -141,12 +139,11 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
 
 
 def default_rules(config: RunConfig) -> list[str]:
-    """The configuration's scaling rule and its main competitors."""
     return list(dict.fromkeys((config.optimizer.scaling, *COMPETITORS)))
 
 
 def clip_remark(lines: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence on the runs in which the clip had no effect, or almost none; "" if it had one in all."""
+    """A sentence on the runs in which the clip had hardly any effect; "" if it had one in all."""
     clipped = [line for line in lines if line.get("clipped_share") is not None]
     without = sum(bool(line.get("clip_remark")) for line in clipped)
     if not without:
@@ -158,7 +155,6 @@ def clip_remark(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _trained(runs: Runs, config: RunConfig, name: str) -> dict[str, Any]:
-    """Trains a run. Returns the values of its line."""
     what: dict[str, Any] = {
         "model": config.model.name,
         "data": Path(config.data.dir).name,

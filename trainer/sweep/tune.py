@@ -1,7 +1,7 @@
 """A search for the learning rates and the L2 of one batch size, by validation quality; Optuna proposes the values.
 
-Files of its folder: config.toml, tune.jsonl, tuned.toml, runs/trial-0/ and so on. The lines of tune.jsonl
-are all that a study is made from again: Optuna's own storage would be a second truth, which a kill could tear.
+Files of its folder: config.toml, tune.jsonl, tuned.toml, runs/trial-0/ and so on. A study is made again from the lines
+of tune.jsonl: Optuna's own storage would be a second truth, which a kill could tear.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Search:
     """Settings of a study, which the flags of `cowrec tune` describe.
 
     Attributes:
-        metric: of the validation samples, "logloss" or "auc"; a trial's value is that of its best epoch.
+        metric: "logloss" or "auc" of the validation samples; a trial's value is that of its best epoch.
         ranges: (lowest, highest) of a value; None: not searched. By default a tenth to ten times the configuration's
             value, except for 0, which is not searched.
         prune: from the second epoch on, end a trial that is worse than the median of the others at that epoch.
@@ -62,10 +62,6 @@ class Search:
     def __post_init__(self) -> None:
         require("--batch-size", self.batch_size, self.batch_size >= 1, "at least 1")
         require("--metric", self.metric, self.metric in ("logloss", "auc"), "logloss or auc")
-        fraction = self.validation_fraction
-        require("--validation-fraction", fraction, 0 < fraction < 1, "above 0 and below 1")
-        require("--patience", self.patience, (self.patience or 0) >= 0, "at least 0")
-        require("--seed", self.seed, self.seed >= 0, "at least 0")
         for name, bounds in self.ranges.items():
             if bounds and not 0 < bounds[0] < bounds[1] < inf:
                 raise UserError(f"{_flag(name)} needs 0 < LOWEST < HIGHEST, got {bounds[0]:g},{bounds[1]:g}")
@@ -123,7 +119,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a study has found: lines of its trials, that of the best complete one, and the ranges searched last."""
+    """Lines of a study's trials, that of the best complete one, and the ranges searched last."""
 
     lines: list[dict[str, Any]]
     best: dict[str, Any] | None
@@ -133,10 +129,9 @@ class Outcome:
 def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials: int) -> Outcome:
     """Searches `[optimizer]`'s embedding_lr, dense_lr and l2 at one batch size, which becomes base_batch_size.
 
-    Each trial trains a run; its value is the validation quality of its best epoch. The test split is measured at the
-    end of a trial, but not looked at. The first trial has the configuration's own values. After an interruption the
-    same call continues, the trial in progress from its latest checkpoint; with more trials or other ranges it goes on
-    from the trials it has.
+    Each trial trains a run; its value is the validation quality of its best epoch. The test split is not looked at. The
+    first trial has the configuration's own values. After an interruption the same call continues, the trial in progress
+    from its latest checkpoint; with more trials or other ranges it goes on from the trials it has.
 
     Args:
         trials: number of trials that the study shall have, pruned and failed ones included.
@@ -146,7 +141,6 @@ def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials
         ProcessFailed: a trial ended otherwise than by a loss that is not finite; the next call repeats it.
         Interrupted: by Ctrl-C or SIGTERM.
     """
-    require("--trials", trials, trials >= 1, "at least 1")
     schema = Schema.load(data_dir)
     at_size = with_values(config, train={"batch_size": search.batch_size})  # on which some defaults depend
     base = search.based_on(on_data(at_size, data_dir, schema))
@@ -170,7 +164,7 @@ def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials
 
 
 def study_of(search: Search, ranges: Mapping[str, Range], lines: list[dict[str, Any]]) -> optuna.Study:
-    """Optuna's study of the trials that have ended; those without a value count as pruned, which it learns from."""
+    """Optuna's study of the trials that have ended. Trials without a value count as pruned, which it learns from."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     # Not after the first epoch, where values that learn fast and overfit look best.
     median = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=2)
@@ -184,13 +178,14 @@ def study_of(search: Search, ranges: Mapping[str, Range], lines: list[dict[str, 
         # Ranges may have become narrower since.
         wide = {name: (min(ranges[name][0], value), max(ranges[name][1], value)) for name, value in values.items()}
         complete = line["state"] == "complete"
+        epochs = {epoch["epoch"]: epoch[key] for epoch in line.get("epochs", ()) if _finite(epoch[key])}
         study.add_trial(
             create_trial(
                 state=TrialState.COMPLETE if complete else TrialState.PRUNED,
                 value=line[key] if complete else None,
                 params=values,
                 distributions=_distributions(wide),
-                intermediate_values={each["epoch"]: each[key] for each in line.get("epochs", ()) if _finite(each[key])},
+                intermediate_values=epochs,
             )
         )
     return study
@@ -203,10 +198,10 @@ def _distributions(ranges: Mapping[str, Range]) -> dict[str, Any]:
 def _next_trial(
     study: optuna.Study, search: Search, ranges: Mapping[str, Range], base: RunConfig, folder: Path
 ) -> tuple[Trial, dict[str, float]]:
-    """The trial to run next and its values: the first has the configuration's own, an interrupted one keeps its own.
+    """The trial to run next and its values: the configuration's own at first, and those of an interrupted trial.
 
-    The random numbers depend on the seed and the trial's number, so that an interrupted study goes on as it would have:
-    a sampler that starts again from the same seed would repeat its first values.
+    The random numbers depend on the seed and the trial's number: a sampler that starts again from the same seed would
+    repeat its first values.
     """
     number, begun = len(study.trials), (folder / CONFIG).exists()
     optimizer = (load_config(folder / CONFIG) if begun else base).optimizer
@@ -229,7 +224,7 @@ def _next_trial(
 
 
 def _run(runs: Runs, trial: Trial, config: RunConfig, metric: str) -> tuple[dict[str, Any], float | None]:
-    """Trains a trial. Returns the values of its line, and its quality if it is complete."""
+    """Trains a trial. Returns the values of its line, and its quality if the trial is complete."""
     started, key, name, value = time.perf_counter(), f"validation_{metric}", f"trial-{trial.number}", None
     try:
         check_scaled_decay(config)
@@ -267,7 +262,7 @@ def _finite(value: float | None) -> bool:
 
 
 def _result(report: dict[str, Any], metric: str) -> dict[str, Any]:
-    """The entries of a line that a report gives; none of the test split."""
+    """Entries of a line that a report gives; none of the test split."""
     best = best_epoch(report["epochs"], metric)
     if best is None:
         why = "they have one class" if metric == "auc" else "none of them has a known label"
@@ -276,7 +271,7 @@ def _result(report: dict[str, Any], metric: str) -> dict[str, Any]:
     return {
         **{key: best[key] for key in keys},
         "best_epoch": best["epoch"],
-        "epochs": [{key: each[key] for key in ("epoch", "step", *keys)} for each in report["epochs"]],
+        "epochs": [{key: epoch[key] for key in ("epoch", "step", *keys)} for epoch in report["epochs"]],
         **{key: report[key] for key in ("steps", "samples_per_second", "train_seconds", "wall_seconds")},
         **{key: report[key] for key in ("versions", "device", "threads", "git_commit")},
     }
@@ -295,8 +290,8 @@ def tuned_config(config: RunConfig, base: RunConfig, best: dict[str, Any]) -> Ru
 def hints(best: Mapping[str, Any], ranges: Mapping[str, Range], epochs: int) -> list[str]:
     """Messages about where better values may be found.
 
-    For each value of the best trial within a twentieth of its range, in logarithms, from an end of it, and where the
-    last of several epochs was the best.
+    A message names each value of the best trial within a twentieth of its range, in logarithms, from an end of it, and
+    the last of several epochs if it was the best.
     """
     found = []
     for name, (low, high) in ranges.items():
