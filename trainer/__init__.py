@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .config.run import RunConfig, load_config, save_config
     from .export.export import export_run as export_model
     from .runtime.environment import __version__, show_log
-    from .training.fit import FittedModel, fit
+    from .training.fit import FittedModel, fit, load
     from .training.saved_run import evaluate_run as evaluate
     from .training.saved_run import predict_run as predict
     from .training.trainer import train
@@ -26,6 +26,7 @@ _ORIGIN = {
     "evaluate": ".training.saved_run:evaluate_run",
     "export_model": ".export.export:export_run",
     "fit": ".training.fit",
+    "load": ".training.fit",
     "load_config": ".config.run",
     "predict": ".training.saved_run:predict_run",
     "save_config": ".config.run",
@@ -40,6 +41,7 @@ __all__ = [
     "evaluate",
     "export_model",
     "fit",
+    "load",
     "load_config",
     "predict",
     "save_config",

@@ -125,10 +125,10 @@ def prepare(
             test=test or (),
             keep=kept_columns(keep),
             overwrite=overwrite,
-            progress=bar.update,
+            progress=bar,
             scheduler=scheduler,
         )
-    print(f"{output}: {_summary(made)}")
+    print(f"{output}: {prepared_summary(made)}")
 
 
 @app.command()
@@ -168,14 +168,14 @@ def synthesize(
             raise UserError(f"--vocabulary-scale has no effect on {kind}; leave it out or {flag}")
         if histories:
             config = HistoryConfig(rows=rows, seed=seed)
-            made = synthesize_histories(output, config, test_rows=test_rows, progress=bar.update)
+            made = synthesize_histories(output, config, test_rows=test_rows, progress=bar)
         elif days:
             drift = DriftConfig(rows=rows, days=days, seed=seed)
-            made = synthesize_drifting(output, drift, test_rows=test_rows, progress=bar.update)
+            made = synthesize_drifting(output, drift, test_rows=test_rows, progress=bar)
         else:
             scale = SynthesizeConfig.vocabulary_scale if vocabulary_scale is None else vocabulary_scale
             planted = SynthesizeConfig(rows=rows, test_rows=test_rows, seed=seed, vocabulary_scale=scale)
-            made = run(output, planted, progress=bar.update)
+            made = run(output, planted, progress=bar)
     best = f"{made.best['auc']:.4f}" if made.best else "unknown, as test samples are of one class"
     print(f"{output}: {rows:,} train samples, {test_rows:,} test samples, best possible AUC {best}")
 
@@ -218,7 +218,7 @@ def stream(
     print(f"{to}: {sent:,} samples")
 
 
-def _summary(schema: Any) -> str:
+def prepared_summary(schema: Any) -> str:
     """Sizes of a data set and shares of positive samples, in one line."""
     from cowrec.data_pipeline.raw.bad_rows import counts_text
 

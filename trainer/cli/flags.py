@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -167,7 +167,13 @@ def prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
 
 
 @contextmanager
-def progress_bar(total: int, unit: str, what: str) -> Iterator[tqdm]:
-    """A progress bar on the terminal, for so much work."""
+def progress_bar(total: int, unit: str, what: str) -> Iterator[Callable[[int], None]]:
+    """Gives what to call with the work just done; on a terminal a bar shows it until all is done."""
     with tqdm(total=total, unit=unit, desc=what, unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
-        yield bar
+
+        def add(done: int) -> None:
+            bar.update(done)
+            if bar.n >= total:
+                bar.close()
+
+        yield add

@@ -74,10 +74,9 @@ def _data_of(
             keep=keep,
             beside=beside,
             labelled=beside is None,
-            progress=bar.update,
+            progress=bar,
         ) as folder,
     ):
-        bar.close()
         yield folder
 
 

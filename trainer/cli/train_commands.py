@@ -1,15 +1,17 @@
-"""The commands of runs: ``cowrec config init | train | online | plot``."""
+"""The commands of runs: ``cowrec fit | config init | train | online | plot``."""
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from cowrec.errors import UserError
 
 from ..runtime.environment import launched_rank, show_log
+from .data_commands import prepared_summary
 from .flags import (
+    RAW_FILES,
     LogForm,
     NewRunDir,
     Overrides,
@@ -19,6 +21,8 @@ from .flags import (
     load_run,
     new_run_dir,
     output_flag,
+    parse_local,
+    progress_bar,
 )
 
 app = typer.Typer()
@@ -66,16 +70,57 @@ def train(
 
     Several GPUs: `torchrun --nproc-per-node 8 -m cowrec.trainer train CONFIG.toml --data DIR --run-dir RUN`
     """
-    from ..reports.text_table import speed_text
     from ..training.trainer import train as run
 
     loaded, data_dir = load_run(config, overrides, data)
     folder = run_dir or str(new_run_dir(config, resume))
     report = run(loaded, data_dir, folder, resume=resume)
     if launched_rank() == 0:
-        auc, logloss, speed = report["auc"], report["logloss"], speed_text(report["samples_per_second"])
-        epoch = f"  epoch {report['epoch']} of {len(report['epochs'])}"
-        print(f"AUC {auc:.4f}  logloss {logloss:.4f}{epoch}  {speed}  run {folder}")
+        print(_summary(report, folder))
+
+
+def _summary(report: dict[str, Any], folder: str | Path) -> str:
+    from ..reports.text_table import speed_text
+
+    auc, logloss, speed = report["auc"], report["logloss"], speed_text(report["samples_per_second"])
+    epoch = f"  epoch {report['epoch']} of {len(report['epochs'])}"
+    return f"AUC {auc:.4f}  logloss {logloss:.4f}{epoch}  {speed}  run {folder}"
+
+
+@app.command()
+def fit(
+    inputs: Annotated[list[str], typer.Argument(help=RAW_FILES)],
+    label: Annotated[str, typer.Option(help="Column of the label. [the one that looks like it]")] = "",
+    schema_file: Annotated[
+        Path | None,
+        typer.Option("--schema", help="TOML file that describes the columns, such as RUN/data.toml, corrected."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A run's TOML file. [the defaults]")] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(parser=parse_local, help="Folder of the run, new or empty. [runs/NAME-DATE]"),
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Trains a model on raw files: schema infer, prepare and train in one command.
+
+    The run's folder then also has the description of the columns, data.toml, and the prepared data. Please check what
+    data.toml says of the label, the time, and which integers are numbers and which are ids; a corrected copy is for
+    --schema of the next run. `cowrec predict` and `cowrec evaluate` apply the model to further files.
+
+    Example: `cowrec fit clicks.csv --label click --run-dir runs/clicks`, then
+    `cowrec predict runs/clicks --input new.csv --output predictions.parquet`
+    """
+    from cowrec.data_pipeline import work_bytes
+
+    from ..config.run import load_config
+    from ..training.fit import fit_files
+
+    loaded = load_config(config, overrides or ())
+    folder = run_dir or new_run_dir(Path(Path(inputs[0]).name.partition(".")[0]), resume=False)
+    with progress_bar(work_bytes(inputs, config=loaded.prepare), "B", "prepare") as progress:
+        model = fit_files(inputs, folder, label, loaded, schema_file, progress=progress)
+    print(f"{model.data_dir}: {prepared_summary(model.schema)}\n{_summary(model.report, folder)}")
 
 
 @app.command()

@@ -78,26 +78,46 @@ class RunConfig:
         return {key: name for key, name in named.items() if is_import_path(name)}
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a run's TOML file and applies `section.key=value` overrides; their values are TOML or bare words (strings).
+
+    Args:
+        path: the file; None for the defaults.
 
     Raises:
         ValueError: a missing file or one that is not TOML, an unknown key, a value of the wrong type or out of range.
     """
-    path = Path(path)
-    sections = _read_toml(path)
+    path = None if path is None else Path(path)
+    sections, folder = ({}, Path.cwd()) if path is None else (_read_toml(path), path.parent)
     for override in overrides:
         apply_override(sections, override)
-    search_also(*((path.parent, Path.cwd()) if _names_own_code(sections) else ()))
-    try:
+    search_also(*((folder, Path.cwd()) if _names_own_code(sections) else ()))
+    with _blaming(overrides, path):
         config = config_from(sections)
         for key, name in config.own_code.items():
             with _about(key):
-                require_beside(key, name, path.parent)
+                require_beside(key, name, folder)
+    return config
+
+
+def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The configuration with `section.key=value` overrides, checked. Raises ValueError as :func:`load_config` does."""
+    config = checked_config(config)
+    sections = to_plain(config)
+    for override in overrides:
+        apply_override(sections, override)
+    with _blaming(overrides, None):
+        return config_from(sections) if overrides else config
+
+
+@contextmanager
+def _blaming(overrides: Sequence[str], path: Path | None) -> Iterator[None]:
+    """Adds the overrides that set the key of a SettingError, or the file, to its message."""
+    try:
+        yield
     except SettingError as error:
         blamed = [f"--set {override}" for override in overrides if _sets(override, error.keys)]
-        raise UserError(f"{', '.join(blamed) or path}: {error}") from None
-    return config
+        raise UserError(f"{', '.join(blamed) or path or 'config'}: {error}") from None
 
 
 @contextmanager

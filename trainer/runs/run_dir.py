@@ -91,8 +91,12 @@ def require_unused(path: Path) -> None:
             )
         elif (path / REPORT).is_file():
             found = "has a complete run; add --resume and raise train.epochs to train it further"
-        else:
+        elif (path / JOURNAL).exists():
             found = "has a run that was stopped; add --resume to continue it"
+        else:
+            found = (
+                f"has a run that was stopped, which cowrec train {path / CONFIG} --run-dir {path} --resume continues"
+            )
         found += " (in Python by train(..., resume=True))" if "--resume" in found else ""
         raise UserError(f"run folder {path} {found}; or choose another with --run-dir, or remove it")
 

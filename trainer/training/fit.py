@@ -1,8 +1,12 @@
-"""Training straight from a table in memory: it is written as Parquet, described, prepared, and trained on."""
+"""Training straight from raw files or a table in memory, and the trained run as a model of tables."""
 
+import dataclasses
+import filecmp
+import json
 import logging
+import os
 import tempfile
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +18,20 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cowrec.data_pipeline import InferredSchema, PrepareConfig, Schema, infer_schema, prepare
-from cowrec.data_pipeline.preparation.config import OnBadRow
+from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE
+from cowrec.data_pipeline.preparation.config import OnBadRow, prepared_with
 from cowrec.data_pipeline.raw.bad_rows import SKIP_ADVICE
-from cowrec.data_pipeline.remote import Place, require_local
+from cowrec.data_pipeline.raw.inputs import find_inputs
+from cowrec.data_pipeline.raw.layouts import load_schema_file
+from cowrec.data_pipeline.remote import Place, is_remote, local_path, require_local
 from cowrec.errors import UserError
 
-from ..config.run import RunConfig, checked_config
-from ..runs.run_dir import FITTED, require_unused
+from ..config.run import RunConfig, with_overrides
+from ..runs.local_copy import local_copy
+from ..runs.run_dir import FITTED, REPORT, require_unused
 from ..runtime.environment import launched_world_size
 from ..sharded_model.check_run import check_settings
-from .saved_run import encoded, evaluate_run, predict_run
+from .saved_run import encoded, evaluate_run, predict_run, run_of
 from .trainer import train
 
 logger = logging.getLogger(__name__)
@@ -31,17 +39,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FittedModel:
-    """A run that :func:`fit` has trained.
+    """A trained run, as :func:`fit` and :func:`load` return it.
 
     Attributes:
         run_dir: its folder.
         data_dir: the prepared data set, with the test split that was kept from training.
-        report: what :func:`train` returns.
+        report: what :func:`train` returns; empty before the run has ended.
     """
 
     run_dir: Path
     data_dir: Place
     report: dict[str, Any]
+
+    @property
+    def schema(self) -> Schema:
+        """The fields and ids of the run."""
+        return Schema.load(self.run_dir)
 
     def predict(self, table: Any, *, on_bad_row: OnBadRow | None = None) -> NDArray[np.float32]:
         """Click probabilities of a table's R rows in order, float32 [R], or [R, T] of T > 1 labels.
@@ -54,7 +67,7 @@ class FittedModel:
         Raises:
             ValueError: the table has other columns, or a row that cannot be read.
         """
-        arrow, labels = _as_arrow(table), Schema.load(self.run_dir).labels
+        arrow, labels = _as_arrow(table), self.schema.labels
         if not arrow.num_rows:
             return np.empty((0, len(labels)) if len(labels) > 1 else 0, np.float32)
         with self._encoded(arrow, on_bad_row) as data:
@@ -91,50 +104,130 @@ class FittedModel:
                 yield data
 
 
+def load(run_dir: Place) -> FittedModel:
+    """Returns a run of ``fit``, ``train`` or the commands of these names, for the tables of its columns.
+
+    In any process the model predicts the same bits.
+
+    Args:
+        run_dir: a path or the URI of a folder in an object store.
+
+    Raises:
+        ValueError: the folder is not a run.
+    """
+    folder = local_copy(run_dir, "run")
+    config, _ = run_of(folder)
+    report = folder / REPORT
+    own = folder / FITTED  # of `fit`, wherever the run's folder is now
+    return FittedModel(
+        folder,
+        own if (own / SCHEMA_FILE).is_file() else config.data.dir,
+        json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {},
+    )
+
+
 def fit(
     table: Any,
     *,
     run_dir: Place,
     label: Hashable = "",
     config: RunConfig | None = None,
+    overrides: Sequence[str] = (),
     schema_file: Place | None = None,
     data_dir: Place | None = None,
 ) -> FittedModel:
-    """Trains on a table in memory, as ``cowrec schema infer``, ``prepare`` and ``train`` do on its Parquet file.
+    """Trains on a table in memory, as ``cowrec fit`` does on its Parquet file.
 
     Args:
-        table: a pandas DataFrame, a pyarrow Table, or what else has Arrow's interface for tables. A DataFrame gives
-            the columns that its ``to_parquet`` writes: names become text, and an index that is not a range is one.
+        table: a pandas or Polars DataFrame, a pyarrow Table, or what else has Arrow's interface for tables. Of pandas
+            the columns are those that ``to_parquet`` writes: names become text, and an index that is not a range is
+            one.
         run_dir: a new or empty local folder. ``data.parquet`` there is the table, ``data.toml`` its schema file, and
             ``data`` the prepared data.
         label: column of the label, of two values or of numbers; by default the one that looks like it.
         config: of the run, ``[prepare]`` included; by default the defaults.
+        overrides: values of the configuration as text, such as ``["train.batch_size=4K"]``.
         schema_file: a corrected ``data.toml``, which is then used, in place of ``label``.
-        data_dir: a new or empty folder for the prepared data, in place of ``run_dir / "data"``.
+        data_dir: in place of ``run_dir / "data"``, a new or empty folder for the prepared data; or the data that an
+            earlier call prepared from the same table, which are then used.
 
     Raises:
-        ValueError: what those commands refuse; no table, a column that Parquet cannot hold, or several processes.
+        ValueError: what those commands refuse; no table, a column that Parquet cannot hold, several processes, or data
+            that were prepared from another table or otherwise.
     """
-    if launched_world_size() > 1:
-        raise UserError("fit runs in one process; for several, prepare the table's file, then train under torchrun")
-    if schema_file is not None and label != "":
-        raise UserError(f"label = {label!r} and schema_file exclude each other: the file names the label")
-    config = checked_config(RunConfig() if config is None else config)
-    check_settings(config)
-    folder = require_local(run_dir, "run_dir", "fit prepares its data there")
-    require_unused(folder)
+    config, folder = _checked(run_dir, config, overrides, label, schema_file)
     arrow = _as_arrow(table)
     folder.mkdir(parents=True, exist_ok=True)
     raw = _written(arrow, folder / f"{FITTED}.parquet")
+    return fit_files([raw], folder, str(label), config, schema_file, data_dir)
+
+
+def fit_files(
+    inputs: Sequence[Place],
+    run_dir: Place,
+    label: str = "",
+    config: RunConfig | None = None,
+    schema_file: Place | None = None,
+    data_dir: Place | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> FittedModel:
+    """Trains on raw files, as :func:`fit` on its table; the first file is described.
+
+    Args:
+        inputs, progress: as of ``cowrec.data_pipeline.prepare``.
+        run_dir, label, config, schema_file, data_dir: as of :func:`fit`.
+
+    Raises:
+        ValueError: see :func:`fit`.
+    """
+    config, folder = _checked(run_dir, config, (), label, schema_file)
     if schema_file is None:
-        schema_file = raw.with_suffix(".toml")
-        found = infer_schema(raw, label=str(label))
+        found = infer_schema(find_inputs([os.fspath(each) for each in inputs])[0], label=label)
+        schema_file = folder / f"{FITTED}.toml"
+        folder.mkdir(parents=True, exist_ok=True)
         schema_file.write_text(found.text, encoding="utf-8")
         _warn_of_guesses(found, schema_file, label_given=label != "")
+    folder.mkdir(parents=True, exist_ok=True)
     data = folder / FITTED if data_dir is None else data_dir
-    # What an earlier call prepared there has not been trained on: the run's folder is unused.
-    prepare("tabular", [raw], data, config.prepare, schema_file=schema_file, overwrite=data_dir is None)
+    if data_dir is not None and not is_remote(data_dir) and (local_path(data_dir) / SCHEMA_FILE).is_file():
+        _require_same(data_dir, Path(inputs[0]), schema_file, config.prepare)
+    else:
+        # What an earlier call prepared in the run's folder has not been trained on: that folder is unused.
+        settings, again = config.prepare, data_dir is None
+        prepare("tabular", inputs, data, settings, schema_file=schema_file, overwrite=again, progress=progress)
     return FittedModel(folder, data, train(config, data, folder))
+
+
+def _checked(
+    run_dir: Place, config: RunConfig | None, overrides: Sequence[str], label: Hashable, schema_file: Place | None
+) -> tuple[RunConfig, Path]:
+    """Returns the configuration and the folder of a run, before anything is written."""
+    if launched_world_size() > 1:
+        raise UserError("fit runs in one process; for several, prepare the files, then train under torchrun")
+    if schema_file is not None and label != "":
+        raise UserError(f"label = {label!r} and schema_file exclude each other: the file names the label")
+    config = with_overrides(RunConfig() if config is None else config, overrides)
+    check_settings(config)
+    folder = require_local(run_dir, "run_dir", "fit prepares its data there")
+    require_unused(folder)
+    return config, folder
+
+
+def _require_same(data_dir: Place, raw: Path, schema_file: Place, config: PrepareConfig) -> None:
+    """Raises ValueError if a data set was prepared from another table, with another schema file, or otherwise."""
+    made = Schema.load(data_dir)
+    layout = json.loads(json.dumps(dataclasses.asdict(load_schema_file(schema_file))))
+    settings = prepared_with({"layout": layout, "prepare": dataclasses.asdict(config)})
+    different = None
+    before = made.sources[0] if [each.bytes for each in made.sources] == [raw.stat().st_size] else None
+    if not before or (Path(before.path).is_file() and not filecmp.cmp(before.path, raw, shallow=False)):
+        different = "another table"
+    elif made.settings.get("layout") != layout:
+        different = f"columns that another schema file than {schema_file} describes"
+    elif changed := [key for key, value in prepared_with(made.settings).items() if settings.get(key) != value]:
+        different = f"another prepare.{changed[0]}"
+    if different:
+        raise UserError(f"{data_dir} has prepared data of {different}; pass another data_dir, or leave it out")
 
 
 def _warn_of_guesses(found: InferredSchema, schema_file: Path, *, label_given: bool) -> None:

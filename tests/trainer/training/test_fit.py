@@ -12,7 +12,7 @@ import pytest
 
 from commands.command_line import Cowrec
 from cowrec.data_pipeline import PrepareConfig, infer_schema
-from cowrec.trainer import FittedModel, RunConfig, fit, load_config
+from cowrec.trainer import FittedModel, RunConfig, fit, load, load_config
 from refusal import refused
 from run_comparison import assert_same
 from trainer_cases import CONFIG
@@ -150,3 +150,91 @@ def test_a_data_frame_is_its_parquet_file(tmp_path: Path) -> None:
         other = fit(pq.read_table(tmp_path / "file.parquet"), label="clicked", config=config, run_dir=tmp_path / "file")
         assert_same(one.run_dir, other.run_dir)
         other.run_dir.rename(tmp_path / f"{name}_file")
+
+
+class Streamed:
+    """A table as Polars gives it: by Arrow's interface alone, its texts as views."""
+
+    def __init__(self, table: pa.Table) -> None:
+        views = {
+            name: table[name].cast(pa.string_view()) for name in table.column_names if table[name].type == "string"
+        }
+        self._table = pa.table({name: views.get(name, table[name]) for name in table.column_names})
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return self._table.__arrow_c_stream__(requested_schema)
+
+
+def test_a_loaded_run_is_the_fitted_model(tmp_path: Path) -> None:
+    """It predicts the same bits, also where the folder has moved."""
+    model, new = fitted(tmp_path / "run", clicks()), clicks(40, seed=1)
+    expected, measured = model.predict(new), model.evaluate()
+    again = load(tmp_path / "run")
+    assert again.report["auc"] == model.report["auc"]
+    assert (again.schema, again.data_dir) == (model.schema, model.data_dir)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    moved = load(tmp_path / "moved")
+    np.testing.assert_array_equal(moved.predict(new), expected)
+    np.testing.assert_array_equal(moved.predict(Streamed(new)), expected)
+    assert moved.evaluate() == measured
+    assert moved.evaluate(new)["rows"] == 40
+    refused("is not a run: it has no config.toml", load, tmp_path / "run")
+
+
+def test_the_defaults_and_overrides_need_no_file(tmp_path: Path) -> None:
+    assert load_config(None, ["train.batch_size=4K"]).train.batch_size == 4096
+    assert load_config() == RunConfig()
+    refused(
+        "--set train.batch_size=-2: train.batch_size must be at least 0", load_config, None, ["train.batch_size=-2"]
+    )
+    config = load_config(None, ["train.epochs=1", "train.device=cpu"])
+    model = fit(clicks(), label="clicked", run_dir=tmp_path / "run", config=config, overrides=["train.batch_size=100"])
+    used = load_config(tmp_path / "run" / "config.toml").train
+    assert (used.batch_size, used.epochs, model.report["epoch"]) == (100, 1, 1)
+    wrong = ["train.epoch=1"]
+    refused("did you mean train.epochs", fit, clicks(), label="clicked", run_dir=tmp_path / "wrong", overrides=wrong)
+
+
+def test_prepared_data_of_the_same_table_are_used_again(tmp_path: Path) -> None:
+    first = fitted(tmp_path / "first", clicks())
+    before = (tmp_path / "first" / "data" / "schema.json").stat()
+    second = fitted(tmp_path / "second", clicks(), data_dir=first.data_dir)
+    assert (tmp_path / "first" / "data" / "schema.json").stat() == before
+    assert second.data_dir == first.data_dir
+    assert_same(tmp_path / "first", tmp_path / "second")
+    described = (tmp_path / "first" / "data.toml").read_text().replace('name = "user"', 'name = "person"', 1)
+    (tmp_path / "other.toml").write_text(described)
+    swapped = clicks().take(np.arange(ROWS)[::-1].copy())
+    for table, why, settings in (
+        (clicks(ROWS - 1), "of another table", {}),
+        (swapped, "of another table", {}),
+        (clicks(), "columns that another schema file than", {"schema_file": tmp_path / "other.toml", "label": ""}),
+        (clicks(), "of another prepare.min_count", {"overrides": ["train.epochs=1", "prepare.min_count=2"]}),
+    ):
+        refused(f"has prepared data .*{why}", fitted, tmp_path / "third", table, data_dir=first.data_dir, **settings)
+
+
+def test_one_command_trains_on_raw_files(cowrec: Cowrec, tmp_path: Path, monkeypatch: Any) -> None:
+    """`cowrec fit` has the bits of the three commands, and what it says of a stopped run is a command."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(CONFIG)
+    table = clicks().drop_columns(["tags", "row"])
+    pq.write_table(table, "clicks.parquet")
+    settings = ["--config", "run.toml", "--set", "train.epochs=1", "--set", "prepare.min_count=2"]
+    code, printed, said = cowrec("fit", "clicks.parquet", "--label", "clicked", "--run-dir", "runs/one", *settings)
+    assert code == 0, said
+    sizes, quality = printed.splitlines()
+    assert re.match(r"runs/one/data: \d+ train samples, \d+ test samples; label positive in ", sizes), sizes
+    assert re.fullmatch(r"AUC 0\.\d{4}  logloss .* run runs/one", quality)
+    fitted(tmp_path / "runs" / "two", table, overrides=["train.epochs=1", "prepare.min_count=2"])
+    assert_same(Path("runs/one"), Path("runs/two"))
+    Path("corrected.toml").write_text(Path("runs/one/data.toml").read_text().replace('"user"', '"user", min_count = 1'))
+    code, _, said = cowrec("fit", "clicks.parquet", "--schema", "corrected.toml", "--run-dir", "runs/three", *settings)
+    assert code == 0, said
+    assert len(load("runs/three").schema.sparse) == len(load("runs/one").schema.sparse)
+    Path("runs/three/report.json").unlink()
+    said = cowrec("fit", "clicks.parquet", "--run-dir", "runs/three")[2]
+    assert "has a run that was stopped" in said
+    (resume,) = re.findall(r"cowrec (train .* --resume)", said)
+    assert cowrec(*resume.split())[0] == 0
+    assert Path("runs/three/report.json").is_file()
