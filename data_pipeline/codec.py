@@ -5,8 +5,9 @@ A sample has the raw columns of the data set's layout, by name:
 * numeric: a number, its text, or null; categorical: a string, an integer or null; multi and sequence: a list of those,
   or its text joined by the layout's separator; weighted: a list of {"id": ..., "weight": ...}, an object of weights by
   id, or its joined text. Null is missing.
-* the label, 0 or 1, and the time under the layout's name for it (default "time"), Unix seconds or ISO 8601 text: for
-  training only, except that a field of ages needs the time.
+* the label, 0 or 1 or what else the layout says, the sample's weight if the layout has one, and the time under the
+  layout's name for it (default "time"), Unix seconds or ISO 8601 text: for training only, except that a field of ages
+  needs the time.
 * `sample_id`, a string or an integer that identifies repeated samples; optional.
 
 Other columns are ignored. An integer id, 5 or 5.0, equals its decimal text. Samples of synthetic data sets have one
@@ -27,7 +28,7 @@ import torch
 from cowrec.errors import UserError
 
 from .dataset.sample_block import SampleBlock
-from .dataset.schema import LABEL, TIME, Schema
+from .dataset.schema import LABEL, SAMPLE_WEIGHT, TIME, Schema
 from .dataset.shards import arrow_schema, block_from_table
 from .encoding.encoder import Encoder
 from .json_lines import canonical_values, long_texts, parsed_lines, require_columns, to_array, uniform_table
@@ -119,13 +120,14 @@ class Encoded:
 
 def sample_block(table: pa.Table, schema: Schema, *, timed: bool = True) -> SampleBlock:
     """Converts the columns of `Encoded.table` to tensors."""
-    block = block_from_table(table, _features(schema), "samples")
+    weighted = SAMPLE_WEIGHT in table.column_names
+    block = block_from_table(table, _features(schema, weighted=weighted), "samples")
     return replace(block, time=torch.from_numpy(table[TIME_COLUMN].to_numpy().copy())) if timed else block
 
 
-def _features(schema: Schema) -> Schema:
+def _features(schema: Schema, *, weighted: bool) -> Schema:
     """The schema without the columns that samples of a stream or request do not have, or have by other names."""
-    return replace(schema.of_batches(), timed=False, sample_weights=False, labels=(LABEL,))
+    return replace(schema.of_batches(), timed=False, sample_weights=weighted, labels=(LABEL,))
 
 
 class SampleCodec:
@@ -161,8 +163,10 @@ class SampleCodec:
         self._in_columns = mixed_lists or bool(layout.ages) or row_numbers or any(field.part for field in layout.fields)
         types.setdefault(SAMPLE_ID, RawType("id"))
         types = times | types
-        for label in layout.labels:
-            types.setdefault(label.column, RawType("label"))
+        for column in (column for label in layout.labels for column in label.columns):
+            types.setdefault(column, RawType("label"))
+        if layout.weight:
+            types.setdefault(layout.weight, RawType("number"))
         self._types = types
 
     @staticmethod
@@ -187,9 +191,8 @@ class SampleCodec:
     def require_trainable(self) -> None:
         """Raises ValueError if the data set is one for which a stream cannot be trained on."""
         schema = self.schema
-        if len(schema.labels) > 1 or schema.sample_weights:
-            what = f"the labels {', '.join(schema.labels)}" if len(schema.labels) > 1 else "sample weights"
-            raise UserError(f"training on a stream takes one label and no sample weights; the data set has {what}")
+        if len(schema.labels) > 1:
+            raise UserError(f"training on a stream takes one label; the data set has {', '.join(schema.labels)}")
         if schema.negative_fraction < 1:
             given = "prepare.negative_fraction = 1"
             raise UserError(f"training on a stream takes all samples; prepare the data with {given}")
@@ -257,7 +260,8 @@ class SampleCodec:
 
         Args:
             samples: samples as columns.
-            training: requires labels and times; otherwise both are ignored, but the times of ages, and labels are NaN.
+            training: requires labels, weights, if the data set has these, and times; otherwise all are ignored, but the
+                times of ages, and labels are NaN.
 
         Raises:
             ValueError: no sample has some column, or a column has the wrong type.
@@ -266,20 +270,23 @@ class SampleCodec:
         columns, count = SampleColumns(samples.table, null_items="wrong"), samples.table.num_rows
         label, time = np.full(count, np.nan, np.float32), np.zeros(count, np.int64)
         since: np.ndarray | None = None
-        raw_label = self._layout.labels[0]
+        raw_label, weight = self._layout.labels[0], None
         if training:
             self.require_trainable()
-            require_columns([raw_label.column, *self._time.columns], samples.table.column_names)
+            of_weight = [self._layout.weight] * bool(self._layout.weight)
+            require_columns([*raw_label.columns, *of_weight, *self._time.columns], samples.table.column_names)
             label = columns.labels(raw_label, required=True)
             time = since = columns.times(self._time)
+            if self.schema.sample_weights:
+                weight = columns.weights(self._layout.weight, [raw_label])
         elif self._layout.ages:
             since = columns.known_times(self._time)
         has_ids = SAMPLE_ID in samples.table.column_names
         sample_ids = columns.texts(SAMPLE_ID) if has_ids else pa.nulls(count, pa.string()).fill_null("")
         rows = {field.name: field.num_embeddings for field in self.schema.sparse if field.encoding == "synthetic"}
         numbers, ids, weights = read_fields(columns, self._layout.fields, rows, since)
-        parsed = Parsed(samples.index, {LABEL: label}, None, numbers, ids, weights, [])
-        wanted = arrow_schema(_features(self.schema))
+        parsed = Parsed(samples.index, {LABEL: label}, None, numbers, ids, weights, [], weight)
+        wanted = arrow_schema(_features(self.schema, weighted=weight is not None))
         table = self._encoder.encode(parsed).select(wanted.names).cast(wanted)
         table = table.append_column(TIME_COLUMN, pa.array(time)).append_column(ID_COLUMN, sample_ids)
         good = columns.good

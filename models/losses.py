@@ -35,17 +35,20 @@ def focal(
 ) -> Tensor:
     """Cross-entropy times (1 - p)^gamma, where p is the probability of the sample's own class.
 
-    Source: Focal Loss (arXiv 1708.02002), equations 4 and 5.
+    A label y between 0 and 1 counts as y of a positive sample and 1 - y of another one. Source: Focal Loss (arXiv
+    1708.02002), equations 4 and 5.
 
     Args:
         logits: float [B] or [B, T].
-        label: of the same shape, 0 or 1.
+        label: of the same shape, from 0 to 1.
         gamma: 0 is the cross-entropy; the larger, the less a sample counts that is predicted well already.
         alpha: weight of the positive samples, 1 - alpha that of the others; by default both are 1.
     """
     # (1 - p)^gamma by its logarithm, whose gradient is finite where 1 - p is 0.
-    loss = torch.exp(gamma * F.logsigmoid(torch.where(label > 0.5, -logits, logits))) * bce(logits, label)
-    return loss if alpha is None else loss * torch.where(label > 0.5, alpha, 1 - alpha)
+    positive = torch.exp(gamma * F.logsigmoid(-logits)) * bce(logits, torch.ones_like(logits))
+    negative = torch.exp(gamma * F.logsigmoid(logits)) * bce(logits, torch.zeros_like(logits))
+    weights = (1.0, 1.0) if alpha is None else (alpha, 1 - alpha)
+    return label * positive * weights[0] + (1 - label) * negative * weights[1]
 
 
 LOSSES: dict[str, Loss] = {"bce": bce, "focal": focal}

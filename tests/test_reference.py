@@ -128,7 +128,7 @@ def of_schema_files() -> Iterator[str]:
     yield textwrap.fill(" ".join(notes.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
     for title, kind, known in (
         ("Keys of a field, in `[[fields]]`", RawField, layouts._FIELD_TYPES),
-        ("Keys of a label, in `labels`", RawLabel, layouts._LABEL_TYPES),
+        ("Keys of a label, in `label` and `labels`", RawLabel, layouts._LABEL_TYPES),
     ):
         texts = attribute_texts(kind)
         hints = inspect.get_annotations(kind, eval_str=True)

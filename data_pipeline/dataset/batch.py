@@ -17,7 +17,7 @@ class Batch(Pipelineable):
         dense: float32 [B, N], N may be 0.
         sparse: ids of all sparse fields, keys in schema order, int32 values (int64 if a field has raw ids), int32
             lengths and offsets, stride B. Has float32 weights if, and only if, the schema has a weighted field.
-        label: float32 [B], or [B, T] of T > 1 tasks; 0 or 1, NaN where unknown.
+        label: float32 [B], or [B, T] of T > 1 tasks; 0 or 1, a rate between, NaN where unknown.
         global_batch_size: samples over all ranks; B by default.
         time: int64 [B], Unix seconds; None if the data set has no time column.
         true_logit: float32 [B], logits of the true click probabilities; None if the data set has none, or the reader

@@ -141,14 +141,15 @@ class Split:
 
     Attributes:
         rows: samples.
-        positives: samples with label 1, of each label; None if the split has no labels (a test set for prediction).
+        positives: sum of the labels, of each label: the samples with label 1, if there are no rates. Where samples have
+            weights, the labels are multiplied by them. None if the split has no labels (a test set for prediction).
         shards: samples of each Parquet file, in the order of their names.
         values: ids of each list field over all samples.
         weight: sum of the sample weights; None if samples have none.
     """
 
     rows: int = 0
-    positives: tuple[int, ...] | None = (0,)
+    positives: tuple[int | float, ...] | None = (0,)
     shards: tuple[int, ...] = ()
     values: Mapping[str, int] = field(default_factory=dict)
     weight: float | None = None
@@ -156,6 +157,11 @@ class Split:
     def __post_init__(self) -> None:
         if self.rows != sum(self.shards) or min(self.shards, default=0) < 0:
             raise UserError(f"a split of {self.rows} rows cannot have shards of {list(self.shards)[:9]} rows")
+
+    @property
+    def total(self) -> float:
+        """Sum of the sample weights, of which each is 1 if samples have none."""
+        return self.rows if self.weight is None else self.weight
 
     @property
     def labelled(self) -> bool:
@@ -191,7 +197,7 @@ class Schema:
         bad_rows: samples of the raw files that were left out, by what is wrong with them.
         versions: versions of the libraries that wrote the data set.
         labels: names of the labels, one for each task; the Parquet columns are `label`, or of several labels
-            `label_<name>`: float32, NaN where unknown.
+            `label_<name>`: float32, from 0 to 1, NaN where unknown.
         sample_weights: True if every sample has a weight, in the Parquet column `sample_weight`: float32, at least 0.
         numbered: True if every sample has its number over all raw files, in the Parquet column `sample_number`: int64.
             Bad rows count, headers do not. Training does not read it.

@@ -344,12 +344,17 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ShardSize:
-    """Size of a shard: samples, samples with label 1 of each label, ids of each list field, sum of sample weights."""
+    """Size of a shard: samples, sum of the labels and weights as in `Split`, ids of each list field."""
 
     rows: int
-    positives: tuple[int, ...]
+    positives: tuple[int | float, ...]
     values: dict[str, int]
     weight: float | None = None
+
+    @property
+    def total(self) -> float:
+        """Sum of the sample weights, of which each is 1 if samples have none."""
+        return self.rows if self.weight is None else self.weight
 
 
 def write_shard(path: Path, table: pa.Table, labels: Sequence[str]) -> ShardSize:
@@ -365,12 +370,20 @@ def write_shard(path: Path, table: pa.Table, labels: Sequence[str]) -> ShardSize
     partial.replace(path)
     lists = [field.name for field in table.schema if pa.types.is_list(field.type)]
     lists = [name for name in lists if not name.endswith(WEIGHT_SUFFIX)]
+    weight = table[SAMPLE_WEIGHT].to_numpy() if SAMPLE_WEIGHT in table.column_names else None
     return ShardSize(
         table.num_rows,
-        tuple(pc.sum(pc.equal(table[name], 1.0)).as_py() or 0 for name in labels),
+        tuple(_positives(table[name].to_numpy(), weight) for name in labels),
         {name: sum(len(chunk.flatten()) for chunk in table[name].chunks) for name in lists},
-        float(table[SAMPLE_WEIGHT].to_numpy().sum(dtype=np.float64)) if SAMPLE_WEIGHT in table.column_names else None,
+        None if weight is None else float(weight.sum(dtype=np.float64)),
     )
+
+
+def _positives(label: np.ndarray, weight: np.ndarray | None) -> int | float:
+    """Returns the sum of labels that are known, float32 [R], times their weights; an int where it is a whole number."""
+    weighted = np.nan_to_num(label, nan=0.0).astype(np.float64) * (1.0 if weight is None else weight)
+    found = float(weighted.sum())
+    return int(found) if found.is_integer() else found
 
 
 def size_of_split(shards: Sequence[ShardSize], schema: Schema, *, labelled: bool) -> Split:

@@ -2,7 +2,7 @@
 
 import re
 
-LABEL_NAMES = ("label", "click", "clk", "clicked", "is_click", "target", "y", "converted", "conversion",
+LABEL_NAMES = ("label", "click", "clk", "clicks", "clicked", "is_click", "target", "y", "converted", "conversion",
                "is_conversion", "purchase", "purchased", "buy", "bought", "like", "liked", "response", "class",
                "rating")  # fmt: skip
 POSITIVE = ("yes", "y", "true", "t", "positive", "pos", "click", "clicked", "converted", "conversion", "purchase",
@@ -21,4 +21,6 @@ AMOUNT_NAME = re.compile(
     r"(^|_)(num|nb|n|no_of|per|count|total|sum|avg|mean|amount|spend|price|cost|since)_|(hour|day|month)s?$", re.I
 )
 """Of a number of what follows, of an amount for each, or of a span of time: names of ids that may be amounts."""
+TOTAL_NAME = re.compile(r"(^|_)(imps?|impressions?|exposures?|displays?|shows?)$", re.I)
+"""Of the samples that a row of counts stands for."""
 TIME_NAME = re.compile(r"(time|date|stamp|^ts$|_at$|^at$)", re.I)

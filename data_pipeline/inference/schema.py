@@ -23,7 +23,7 @@ from ..dataset.schema import (
 )
 from ..raw.layouts import RawLabel
 from .columns import FEW_VALUES, FREQUENT, Column, Guess, Remark, guess_column, unsure
-from .names import LABEL_NAMES, NEGATION, POSITIVE, TIME_NAME
+from .names import LABEL_NAMES, NEGATION, POSITIVE, TIME_NAME, TOTAL_NAME
 from .sample import RawSample, read_sample
 from .times import columns_of_time
 
@@ -69,8 +69,8 @@ class InferredSchema:
         path: the file.
         rows: number of the first rows that it was made from.
         file: keys of the file: delimiter, quote, header and, without a header, columns.
-        label: the label's column.
-        rule: which of the label's values are positive; None where they are 0 and 1.
+        label: the label's column, or the columns of its count and total.
+        rule: which of the label's values are positive; None where they are 0 and 1, or rates.
         time: column of the samples' times; None if no column has a time in every row.
         null: texts that seem to mean a missing value, in any field.
         fields: the fields.
@@ -154,13 +154,13 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> InferredSc
     guesses = _guesses(sample)
     repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
     found = _Labels(guesses, sample.scope, repeated, place + _WITHOUT_HEADER * (not sample.header)).of(label)
-    chosen = found.column
+    of_label = found.columns
     guesses = _without_leaks(guesses, sample, found)
-    times = [name for name, guess in guesses.items() if guess.is_time and name != chosen]
+    times = [name for name, guess in guesses.items() if guess.is_time and name not in of_label]
     time = max(times, key=lambda name: (not guesses[name].column.missing, bool(TIME_NAME.search(name))), default="")
     markers = sorted({text for guess in guesses.values() for text in guess.column.markers})
-    fields, left_out = _fields({name: each for name, each in guesses.items() if name not in (chosen, time)})
-    of_time = _time(time, times, guesses) if time else _time_of_parts(sample, chosen)
+    fields, left_out = _fields({name: each for name, each in guesses.items() if name not in (*of_label, time)})
+    of_time = _time(time, times, guesses) if time else _time_of_parts(sample, of_label)
     if not fields:
         raise UserError(f"{place}: no column looks like a field; write the schema file by hand")
     left_out += [_left_out(name, "several columns have this name") for name in repeated if name]
@@ -174,7 +174,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> InferredSc
         path=sample.path,
         rows=len(sample.rows),
         file=tuple(Entry({key: value}) for key, value in of_file.items()),
-        label=Entry({"label": chosen}, found.remarks),
+        label=Entry({"label": found.label}, found.remarks),
         rule=found.rule if found.rule.keys else None,
         time=of_time,
         null=Entry({"null": markers}, (unsure("these look like missing values"),)) if markers else None,
@@ -227,18 +227,26 @@ def _time(time: str, times: Sequence[str], guesses: Guesses) -> Entry:
     return Entry({"time": form.of(time)}, (*said, *_could_be(others), *_lacking(column)))
 
 
-def _time_of_parts(sample: RawSample, label: str) -> Entry | None:
+def _time_of_parts(sample: RawSample, of_label: Sequence[str]) -> Entry | None:
     """The entry of columns that hold year, month, day and further parts; None if there are none."""
     columns = zip(sample.columns, zip(*sample.rows, strict=True), strict=True)
-    found = columns_of_time({name: [each or "" for each in values] for name, values in columns if name != label})
+    found = columns_of_time({name: [each or "" for each in values] for name, values in columns if name not in of_label})
     return Entry({"time": {"columns": found}}, (Remark("parts of a time"),)) if found else None
 
 
 @dataclass(frozen=True)
 class FoundLabel:
-    """The label's column, which of its values are positive (see `label_rule`), and remarks on the choice."""
+    """A label, as a schema file has it, and what it is made of.
 
-    column: str
+    Attributes:
+        columns: the label's column, and that of its total if it counts.
+        label: the column, or a table that names it.
+        rule: which of its values are positive, see `label_rule`.
+        remarks: remarks on the choice.
+    """
+
+    columns: tuple[str, ...]
+    label: str | Mapping[str, str]
     rule: Entry
     remarks: tuple[Remark, ...]
 
@@ -280,12 +288,30 @@ class _Labels:
         if rule is None:
             raise UserError(f"column {chosen!r} cannot be the label: {self._problem(column)}")
         others = [name for name in dict.fromkeys([*named, *complete]) if name != chosen]
-        remarks: tuple[Remark, ...] = (Remark("see the next line" if rule.keys else "all values are 0 or 1"),)
+        label: str | Mapping[str, str] = chosen
+        said, total = Remark("see the next line" if rule.keys else "all values are 0 or 1"), ""
+        if "kind" in rule.keys:
+            label, said, rule = {"column": chosen, **rule.keys}, rule.remarks[0], Entry({})
+        elif "threshold" in rule.keys and (total := self._total_of(column)):
+            label, said = {"count": chosen, "of": total}, unsure(f"is {chosen!r} the number of positives of {total!r}?")
+            rule = Entry({})
+        remarks: tuple[Remark, ...] = (said,)
         if column.count == 1:
             remarks = (unsure(f"one value only{self.scope}"),)
         elif others and not asked:
-            remarks = _could_be(others[:5])
-        return FoundLabel(chosen, rule, remarks + _lacking(column))
+            remarks = (*_could_be(others[:5]), *remarks[not said.unsure :])
+        return FoundLabel((chosen, *[total] * bool(total)), label, rule, remarks + _lacking(column))
+
+    def _total_of(self, counts: Column) -> str:
+        """Returns the column of totals of which the label counts a part in each row; empty if there is none."""
+        for name, totals in ((name, guess.column) for name, guess in self.guesses.items() if TOTAL_NAME.search(name)):
+            if name == counts.name or totals.missing or not totals.numeric or len(totals.values) != len(counts.values):
+                continue
+            rows = zip(counts.values, totals.values, strict=True)
+            pairs = [(float(part), float(of)) for part, of in rows if part and of and part not in counts.markers]
+            if all(0 <= part <= of >= 1 for part, of in pairs):
+                return name
+        return ""
 
     def _none_found(self, two: Sequence[str]) -> str:
         names = ", ".join(map(repr, self.repeated[:5]))
@@ -327,6 +353,8 @@ def label_rule(column: Column, *, partial: bool = False) -> Entry | None:
         return Entry({"positive": [largest if known is None else known]}, () if sure else (WHICH,))
     if len(numbers) < column.count:
         return None
+    if numbers[0] >= 0 and numbers[-1] <= 1:
+        return Entry({"kind": "rate"}, (Remark("shares of positives; for classes give threshold"),))
     above, missing = [each for each in numbers if each > 0], numbers == [-1, 0, 1]
     counts = all(each.is_integer() for each in numbers) and float(column.most) == 0
     threshold = above[0] if above and (counts or missing) else numbers[len(numbers) // 2]
@@ -347,15 +375,15 @@ def _positive(texts: Sequence[str]) -> str | None:
 def _without_leaks(guesses: Guesses, sample: RawSample, label: FoundLabel) -> dict[str, Guess]:
     """Leaves out columns whose few values each occur with one class of the label; each class has many samples."""
     columns = dict(zip(sample.columns, zip(*sample.rows, strict=True), strict=True))
-    texts = pa.array([text or "" for text in columns.get(label.column, ())], pa.string())
+    texts = pa.array([text or "" for text in columns.get(label.columns[0], ())], pa.string())
     keys: dict[str, Any] = {"threshold": label.rule.keys.get("threshold")}
     keys["positive"] = tuple(label.rule.keys.get("positive", ()))
-    classes = RawLabel(**keys, null=guesses[label.column].column.markers).values(texts)[0].tolist()
+    classes = RawLabel(**keys, null=guesses[label.columns[0]].column.markers).values(texts)[0].tolist()
     if min(classes.count(0.0), classes.count(1.0)) < ENOUGH:
         return dict(guesses)
 
     def tells(name: str, guess: Guess) -> bool:
-        if name not in columns or name == label.column or guess.is_time or guess.column.count > FEW_VALUES:
+        if name not in columns or name in label.columns or guess.is_time or guess.column.count > FEW_VALUES:
             return False
         pairs = {(text, cls) for text, cls in zip(columns[name], classes, strict=True) if cls in (0, 1)}
         return len(pairs) == len({text for text, _ in pairs})

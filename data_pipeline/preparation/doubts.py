@@ -133,12 +133,12 @@ def report_order(shards: Sequence[ShardSize], labels: Sequence[RawLabel]) -> Non
 
     The shares of positives differ by more than half of what they do between shards of one class, as no drift does.
     """
-    rows = np.array([each.rows for each in shards])
-    if len(labels) > 1 or rows.sum() <= WINDOW_ROWS:
+    rows, weights = np.array([each.rows for each in shards]), np.array([each.total for each in shards])
+    if len(labels) > 1 or rows.sum() <= WINDOW_ROWS or not weights.sum():
         return
-    shares = np.array([each.positives[0] for each in shards]) / rows
-    mean = np.average(shares, weights=rows)
-    if np.average((shares - mean) ** 2, weights=rows) > mean * (1 - mean) / 4:
+    shares = np.array([each.positives[0] for each in shards]) / np.where(weights > 0, weights, 1)
+    mean = np.average(shares, weights=weights)
+    if np.average((shares - mean) ** 2, weights=weights) > mean * (1 - mean) / 4:
         logger.warning(
             "label %r: the files seem to be sorted by it: %.3g %% of the training samples are positive, but from %.3g"
             " to %.3g %% of those in one shard, and training shuffles windows of %s samples only. Shuffle the rows and"

@@ -135,7 +135,8 @@ def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionSta
             train.sum() if parsed.sample_weights is None else parsed.sample_weights[train].sum(dtype=np.float64)
         )
         for name, label in parsed.labels.items():
-            found.classes += Counter({(name, cls): int((label[train] == cls).sum()) for cls in (0.0, 1.0)})
+            own = label[train]  # of rates, most are of both classes
+            found.classes += Counter({(name, 0.0): int((own < 1).sum()), (name, 1.0): int((own > 0).sum())})
         fitted_on = train if plan.config.fit_on == "train" else np.ones_like(train)
         for name, values in parsed.numbers.items():
             numbers[name].append(values[fitted_on])

@@ -85,6 +85,9 @@ def prepare(
     if earlier is None:
         described.check_names(config.dense)
         sparse_fields(described, config)  # refuses what does not go together
+        if config.negative_fraction < 1 and (len(described.labels) > 1 or described.labels[0].is_rate):
+            other = "several" if len(described.labels) > 1 else "a rate or count, which has both in each sample"
+            raise UserError(f"negative_fraction takes one label, whose negatives are left out; the schema has {other}")
     if overwrite:
         _check_outside(output, [source.path for source in sources], like)
     written = output_folder(output, overwrite=overwrite, shared=scheduler is not None)
@@ -97,9 +100,6 @@ def prepare(
         on_bad_row = config.on_bad_row or inherited or "error"
         parts, ledger = partitions(files, config.shard_rows), BadRowLedger(on_bad_row, config.max_bad_rows)
         if earlier is None:
-            if config.negative_fraction < 1 and len(described.labels) > 1:
-                message = "negative_fraction takes one label, whose negatives are left out"
-                raise UserError(f"{message}; the schema file has several")
             split = _by_files(files, groups) or _split_rule(engine, parts, described, config, on_bad_row, report)
             split = dataclasses.replace(split, negative_fraction=config.negative_fraction)
             encoder = fit(engine, parts, FitPlan(described, config, split), ledger, report)
@@ -225,7 +225,7 @@ def _checked_splits(splits: dict[str, Split], layout: Layout, config: PrepareCon
         if not size.rows and asked.get(name):
             raise UserError(f"no sample is in the split {name}; check {name}_from or {name}_fraction = {asked[name]}")
         for label, positives in zip(layout.labels, size.positives or (), strict=False):
-            if size.rows and positives in (0, size.rows):
+            if size.rows and positives in (0, size.total):
                 logger.warning(
                     "label %r: all %s samples of the split %s are %s, so that its AUC cannot be measured",
                     label.column, f"{size.rows:,}", name, "positive" if positives else "not positive",

@@ -93,8 +93,18 @@ class SampleColumns:
         return without_marker_numbers(values, null)
 
     def labels(self, label: RawLabel, *, required: bool) -> np.ndarray:
-        """Returns float32 [R]: 0, 1, or NaN where wrong or missing, which is a problem if `required`."""
+        """Returns float32 [R]: 0, 1, a rate between, or NaN where wrong or missing.
+
+        A wrong one is a problem, and a missing one if `required`.
+        """
         column = self.arrays[label.column]
+        if label.is_rate:
+            numbers, wrong = self._numbers(label.column, label.null)
+            numbers = without_marker_numbers(numbers, label.null)
+            if label.of:
+                numbers = numbers / self._totals(label)
+            wrong = wrong | (numbers < 0) | (numbers > 1)
+            return self._labels(label, np.where(wrong, np.nan, numbers).astype(np.float32), wrong, required=required)
         found = as_id_text(without_nan(column, ["NaN"]))
         if found is None:
             raise wrong_type(label.column, column.type, "labels: numbers, truth values or text")
@@ -109,6 +119,9 @@ class SampleColumns:
                 self.doubts[label.column, NEGATIVE + coded.dictionary[each].as_py()] += int(counts[each])
         else:
             values, wrong = label.values(text)
+        return self._labels(label, values, wrong, required=required)
+
+    def _labels(self, label: RawLabel, values: np.ndarray, wrong: np.ndarray, *, required: bool) -> np.ndarray:
         if self._for_prediction:
             return values
         self.fail(wrong, label.column, self.arrays[label.column], label.rule)
@@ -116,16 +129,39 @@ class SampleColumns:
             self.fail(np.isnan(values), label.column, self.arrays[label.column], MISSING_LABEL)
         return values
 
-    def weights(self, name: str) -> np.ndarray:
-        """Returns sample weights, float32 [R]; a missing, negative or very large one is a problem."""
-        values, wrong = self._numbers(name)
-        wrong, large = wrong | ~(values >= 0), values > MAX_WEIGHT
-        if self._for_prediction:
-            self.doubts[name, WEIGHTLESS] += int((wrong | large).sum())
-        else:
-            self.fail(wrong, name, self.arrays[name], "a sample weight must be a finite number of at least 0")
-            self.fail(large, name, self.arrays[name], WEIGHTS_ARE_BOUNDED)
-        return np.where(wrong | large, 0.0, values).astype(np.float32)
+    def weights(self, name: str, labels: Sequence[RawLabel]) -> np.ndarray:
+        """Returns sample weights, float32 [R]; a missing, negative or very large one is a problem.
+
+        Args:
+            name: column of weights; empty for none.
+            labels: those of counts among them multiply the weights by their totals, at least 1.
+        """
+        weights = np.ones(self.rows)
+        factors = [(label.of, self._totals(label)) for label in labels if label.of]
+        if name:
+            values, wrong = self._numbers(name)
+            wrong = wrong | ~(values >= 0)
+            if not self._for_prediction:
+                self.fail(wrong, name, self.arrays[name], "a sample weight must be a finite number of at least 0")
+            factors.append((name, np.where(wrong, np.nan, values)))
+        for column, values in factors:
+            weights = weights * values
+            large = weights > MAX_WEIGHT
+            if self._for_prediction:
+                self.doubts[column, WEIGHTLESS] += int((np.isnan(values) | large).sum())
+            else:
+                self.fail(large, column, self.arrays[column], WEIGHTS_ARE_BOUNDED)
+            weights = np.where(large, np.nan, weights)
+        return np.nan_to_num(weights).astype(np.float32)
+
+    def _totals(self, label: RawLabel) -> np.ndarray:
+        """Returns the totals of a label of counts, float64 [R]; NaN where missing or wrong, which is a problem."""
+        totals = without_marker_numbers(self._numbers(label.of, label.null)[0], label.null)
+        wrong = ~(totals >= 1)
+        if not self._for_prediction:
+            rule = "the total of a count must be a finite number of at least 1"
+            self.fail(wrong, label.of, self.arrays[label.of], rule)
+        return np.where(wrong, np.nan, totals)
 
     def shown(self, name: str) -> pa.Array:
         """Returns the text of values of any type, strings [R], empty where missing, as predictions show them."""

@@ -36,8 +36,8 @@ from .times import RawTime, TimePart, TimeUnit
 from .values import as_numbers, marker_numbers, mask, without_markers
 
 LABEL_ADVICE = (
-    '. Name the positive values in the schema file, as in positive = ["1"], where all others are negative, or give a'
-    " threshold"
+    '. Name the positive values in the schema file, as in positive = ["1"], where all others are negative; or give a'
+    ' threshold; or, for shares from 0 to 1, write label = {{column = {0}, kind = "rate"}}'
 )
 
 
@@ -50,6 +50,9 @@ class RawLabel:
     Attributes:
         name: name of the label's task.
         column: raw column; the name by default.
+        kind: "rate" for numbers from 0 to 1, the share of positives of what the sample stands for; empty for classes.
+        count, of: instead of `column` and `kind`, columns of the number of positives of a sample, and of its total, at
+            least 1. The label is their share, and the sample weighs as much as its total says.
         positive: values that are positive; all others are negative. A number here means that number in any notation.
         threshold: numbers of at least this are positive, other numbers negative.
         null: texts that mean a missing label, as the empty text always does. A number means it in any notation, too.
@@ -60,19 +63,42 @@ class RawLabel:
     positive: tuple[str, ...] = ()
     threshold: float | None = None
     null: tuple[str, ...] = ()
+    kind: Literal["", "rate"] = ""
+    count: str = ""
+    of: str = ""
 
     def __post_init__(self) -> None:
+        if self.kind not in ("", "rate"):
+            raise UserError(f'label {self.name!r}: kind must be "rate", or left out for classes, got {self.kind!r}')
+        if bool(self.count) != bool(self.of) or (self.count and (self.kind or self.column not in ("", self.count))):
+            raise UserError(f"label {self.name!r}: count and of go together, in place of column and kind")
+        if self.is_rate and (self.positive or self.threshold is not None):
+            raise UserError(f"label {self.name!r}: positive and threshold are for classes, not for a rate or a count")
         if self.positive and self.threshold is not None:
             raise UserError(f"label {self.name!r}: give positive or threshold, not both")
         if self.threshold is not None and not np.isfinite(self.threshold):
             raise UserError(f"label {self.name!r}: threshold must be a finite number, got {self.threshold}")
-        object.__setattr__(self, "column", self.column or self.name)
+        object.__setattr__(self, "column", self.count or self.column or self.name)
         for key in ("positive", "null"):
             object.__setattr__(self, key, tuple(text for text in getattr(self, key) if text))
 
     @property
+    def is_rate(self) -> bool:
+        """True if labels are shares of positives, from 0 to 1, and no classes."""
+        return bool(self.kind or self.of)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Raw columns: one, or those of the count and of its total."""
+        return (self.column, self.of) if self.of else (self.column,)
+
+    @property
     def rule(self) -> str:
         """What a value must be."""
+        if self.of:
+            return f"a count must be a number from 0 to its total in column {self.of!r}"
+        if self.kind:
+            return "a rate must be a number from 0 to 1"
         if self.threshold is not None:
             return "a label with a threshold must be a number"
         return "a label must be 0 or 1"
@@ -272,7 +298,9 @@ class Layout:
         labels = [label.name for label in self.labels]
         if not labels or len(set(labels)) < len(labels):
             raise UserError(f"labels must be one name or several different ones, got {labels}")
-        for column in {label.column for label in self.labels} & {*self.time_columns, self.weight}:
+        if len(labels) > 1 and any(label.of for label in self.labels):
+            raise UserError("a label of count and of must be the only one, since its total is the weight of the sample")
+        for column in {*self._label_columns} & {*self.time_columns, self.weight}:
             raise UserError(f"column {column!r} is a label, so it cannot be the time or the weight as well")
         if self.columns:
             self.check_columns(self.columns)
@@ -318,7 +346,7 @@ class Layout:
     @property
     def found_labels(self) -> tuple[RawLabel, ...]:
         """The labels whose columns the files have."""
-        return tuple(label for label in self.labels if label.column not in self.absent)
+        return tuple(label for label in self.labels if not {*label.columns} & {*self.absent})
 
     @property
     def found_keep(self) -> tuple[str, ...]:
@@ -327,8 +355,13 @@ class Layout:
 
     @property
     def has_weights(self) -> bool:
-        """True if the files have sample weights."""
-        return bool(self.weight) and self.weight not in self.absent
+        """True if the files have sample weights, or totals of the label's counts."""
+        return bool(self.found_weight) or any(label.of for label in self.found_labels)
+
+    @property
+    def found_weight(self) -> str:
+        """The column of sample weights; empty if the files have none."""
+        return "" if self.weight in self.absent else self.weight
 
     @property
     def has_times(self) -> bool:
@@ -342,7 +375,7 @@ class Layout:
 
     @property
     def _label_columns(self) -> list[str]:
-        return [label.column for label in self.labels]
+        return [column for label in self.labels for column in label.columns]
 
     def columns_in(self, source: Source) -> tuple[str, ...]:
         """Returns the columns in a file, in their order; of text without a header, those that the layout names.
@@ -443,8 +476,8 @@ _FIELD_TYPES = {
     for each in dataclasses.fields(RawField)
 }
 """Types of the keys of a field in TOML; a tuple stands for a list of strings or numbers."""
-_LABEL_TYPES = {"name": str, "column": str, "positive": tuple, "threshold": float}
-_TYPES = {"delimiter": str, "quote": str, "header": bool, "columns": list, "label": str, "positive": tuple,
+_LABEL_TYPES = {"name": str, "column": str, "positive": tuple, "threshold": float, "kind": str, "count": str, "of": str}
+_TYPES = {"delimiter": str, "quote": str, "header": bool, "columns": list, "label": object, "positive": tuple,
           "threshold": float, "labels": list, "time": object, "weight": str, "keep": tuple, "fields": list,
           "null": tuple}  # fmt: skip
 
@@ -456,7 +489,8 @@ def load_schema_file(path: str | os.PathLike[str]) -> Layout:
         quote = '"'                      # default; "" if quotes have no meaning
         header = true                    # default
         columns = ["label", "age"]       # instead of a header
-        label = "label"                  # default
+        label = "label"                  # default. Other forms: {column = "ctr", kind = "rate"} for shares from 0 to 1,
+                                         # {count = "clicks", of = "impressions"} for sums of so many samples
         positive = ["yes", "4"]          # values of the label that are positive, all others are negative; default: the
                                          # label is 0 or 1, 0.0 or 1.0, false or true
         threshold = 4                    # instead of positive: numbers from this on are positive
@@ -525,7 +559,7 @@ def _layout_of(content: dict[str, Any]) -> Layout:
         _labels_of(content), tuple(fields), _time_of(content.get("time")), weight=content.get("weight", ""),
         keep=tuple(content.get("keep", ())),
     )  # fmt: skip
-    for column in [label.column for label in layout.labels if label.column in [field.column for field in fields]]:
+    for column in [name for name in layout._label_columns if name in [field.column for field in fields]]:
         raise UserError(f"column {column!r} is the label, so it cannot be a field as well")
     return layout
 
@@ -550,7 +584,12 @@ def _labels_of(content: Mapping[str, Any]) -> tuple[RawLabel, ...]:
     null = content.get("null", ())
     mapping = {key: content[key] for key in ("positive", "threshold") if key in content}
     if "labels" not in content:
-        return (RawLabel(**_with_texts({"column": content.get("label", LABEL), "null": null, **mapping})),)
+        given = content.get("label", LABEL)
+        keys = {"column": given} if isinstance(given, str) else given
+        if not isinstance(keys, dict) or not {"column", "count"} & keys.keys():
+            raise UserError(f"label must be a column, or a table with column or with count and of, got {given!r}")
+        _check_types("label: ", keys, {key: kind for key, kind in _LABEL_TYPES.items() if key != "name"})
+        return (RawLabel(**_with_texts({"null": null, **mapping, **keys})),)
     if mapping or "label" in content:
         raise UserError("labels replaces label; give positive and threshold in its entries")
     labels = []

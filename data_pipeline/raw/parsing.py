@@ -2,6 +2,7 @@
 
 R valid samples of a block."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ class Parsed:
 
     Attributes:
         sample_numbers: numbers over all raw files, int64 [R].
-        labels: by name, float32 [R]; NaN where unknown, as where the files have no label.
+        labels: by name, float32 [R], from 0 to 1; NaN where unknown, as where the files have no label.
         time: int64 [R], Unix seconds; None if the layout has no time column.
         numbers: by numeric field, float64 [R], NaN where missing.
         ids: by field, strings [R] (categorical) or lists of strings [R] (list kinds); an empty string is missing.
@@ -82,7 +83,7 @@ def parse(block: Block, layout: Layout) -> Parsed:
     labels = {label.name: np.full(len(raw.places), np.nan, np.float32) for label in layout.labels}
     for label in layout.found_labels:
         labels[label.name] = columns.labels(label, required=len(layout.labels) == 1)
-    sample_weights = columns.weights(layout.weight) if layout.has_weights else None
+    sample_weights = columns.weights(layout.found_weight, layout.found_labels) if layout.has_weights else None
     time = columns.times(layout.time) if layout.time and layout.has_times else None
     numbers, ids, weights = read_fields(columns, layout.fields, time=time)
     kept = {name: columns.shown(name) for name in layout.found_keep}
@@ -98,9 +99,10 @@ def parse(block: Block, layout: Layout) -> Parsed:
 
 def _advice(column: str, problem: str, layout: Layout) -> str:
     # Skipping labels of another notation, such as -1, would drop a class.
-    if column not in {label.column for label in layout.labels} or problem.startswith(MISSING_LABEL):
+    of_classes = {label.column for label in layout.labels if not label.is_rate}
+    if column not in of_classes or problem.startswith(MISSING_LABEL):
         return SKIP_ADVICE
-    return LABEL_ADVICE if layout.name == "tabular" else ""
+    return LABEL_ADVICE.format(json.dumps(column)) if layout.name == "tabular" else ""
 
 
 def check_types(source: Source, schema: pa.Schema | None, layout: Layout) -> None:

@@ -223,9 +223,9 @@ def prepared_summary(schema: Any) -> str:
     from cowrec.data_pipeline.raw.bad_rows import counts_text
 
     sizes = ", ".join(f"{split.rows:,} {name} samples" for name, split in schema.splits.items())
-    known = {name: split for name, split in schema.splits.items() if split.rows and split.labelled}
+    known = {name: split for name, split in schema.splits.items() if split.total and split.labelled}
     for task, label in enumerate(schema.labels if known else ()):
-        shares = (f"{100 * split.positives[task] / split.rows:.3g} % of {name}" for name, split in known.items())
+        shares = (f"{100 * split.positives[task] / split.total:.3g} % of {name}" for name, split in known.items())
         # Of one label all are known.
         sizes += f"; {label} {'positive' if len(schema.labels) == 1 else 'is 1'} in {', '.join(shares)}"
     bad = sum(schema.bad_rows.values())

@@ -24,7 +24,7 @@ class Samples(NamedTuple):
 
     Attributes:
         logits: float [R], or [R, T] of T > 1 tasks.
-        label: float32, of the same shape; NaN where unknown.
+        label: float32, of the same shape; from 0 to 1, NaN where unknown.
         weight: of samples, float32 [R]; None where all have the same.
         true_logit: logit of the true click probability, float32 [R]; None where it is unknown.
     """
@@ -88,9 +88,10 @@ class CalibrationBins:
 class Quality:
     """Quality of a model's predictions of a split, or of a group of its samples.
 
-    Where samples have weights, all means and pairs are weighted. The expected values are those over all labels that the
-    true probabilities p could have given: without the noise of the labels drawn, and without weights. They are None
-    where p is not known.
+    Where samples have weights, all means and pairs are weighted. A sample whose label is a rate y between 0 and 1
+    counts as a click of y times its weight and another sample of 1 - y times its weight. The expected values are those
+    over all labels that the true probabilities p could have given: without the noise of the labels drawn, and without
+    weights. They are None where p is not known.
 
     Attributes:
         auc: area under the ROC curve, exact (no binning); NaN where the samples have one class only.
@@ -103,7 +104,8 @@ class Quality:
         calibration_error: see :class:`CalibrationBins`; NaN without samples.
         ctr: mean label.
         effective_clicks, effective_others: numbers of samples of each class that would tell as much if all weighed the
-            same: (sum of the weights)^2 / (sum of their squares), which is their number where they have no weights.
+            same: (sum of the weights)^2 / (sum of their squares), which is their number where they have no weights;
+            of rates at most the number of samples.
         calibration_bins: of the complete split.
         expected_auc: probability that a click's logit exceeds another sample's, over labels drawn with p; see
             :func:`measure`.
@@ -262,8 +264,8 @@ def measure(samples: Samples) -> Quality:
         float((prediction * of_blocks).sum() / total) / ctr if clicked else nan,
         bins.error,
         ctr,
-        _effective_size(weight[label > 0]),
-        _effective_size(weight[label == 0]),
+        _effective_size((weight * label)[label > 0]),
+        _effective_size((weight * (1 - label))[label < 1]),
         bins,
     )
     if samples.true_logit is None:
@@ -290,7 +292,7 @@ def group_aucs(logits: np.ndarray, label: np.ndarray, weight: np.ndarray, groups
 
     Args:
         logits: float32 [R].
-        label: 0 or 1, float64 [R].
+        label: from 0 to 1, float64 [R].
         weight: at least 0, float64 [R].
         groups: of the samples, int64 [R], in [0, count).
         count: number of groups, G.
@@ -319,13 +321,14 @@ def group_aucs(logits: np.ndarray, label: np.ndarray, weight: np.ndarray, groups
 def group_ranks(logits: np.ndarray, label: np.ndarray, groups: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """NDCG and reciprocal rank of each group, of its samples in descending order of their logits.
 
-    DCG is the sum of 1 / log2(1 + rank) over clicks, ranks counted from 1 (Järvelin and Kekäläinen 2002), and NDCG its
-    share of the largest possible one. Samples of equal logits share the mean of their discounts, as in scikit-learn's
-    ``ndcg_score``. The reciprocal rank is that of the first click, which stands behind other samples of its logit.
+    DCG is the sum of label / log2(1 + rank), ranks counted from 1 (Järvelin and Kekäläinen 2002), and NDCG its share of
+    the largest possible one. Samples of equal logits share the mean of their discounts, as in scikit-learn's
+    ``ndcg_score``. The reciprocal rank is that of the first sample with a click, which stands behind other samples of
+    its logit.
 
     Args:
         logits: float32 [R].
-        label: 0 or 1, float64 [R].
+        label: from 0 to 1, float64 [R].
         groups: of the samples, int64 [R], in [0, count).
         count: number of groups, G.
 
@@ -342,15 +345,15 @@ def group_ranks(logits: np.ndarray, label: np.ndarray, groups: np.ndarray, count
     discounts = 1 / np.log2(1.0 + rank)
     starts = _block_starts(scores, groups)
     sizes = np.diff(np.append(starts, len(scores)))
-    of_block, clicks = groups[starts], np.add.reduceat(label, starts)
-    gains = np.bincount(of_block, np.add.reduceat(discounts, starts) * clicks / sizes, count)
-    clicked = np.bincount(groups, label, count).astype(np.int64)
-    known = clicked > 0
-    ndcg[known] = gains[known] / np.append(0.0, (1 / np.log2(2.0 + np.arange(clicked.max()))).cumsum())[clicked[known]]
+    of_block, clicks = groups[starts], np.add.reduceat((label > 0).astype(np.int64), starts)
+    gains = np.bincount(of_block, np.add.reduceat(discounts, starts) * np.add.reduceat(label, starts) / sizes, count)
+    best = np.bincount(groups, label[np.lexsort((-label, groups))] * discounts, count)  # groups are sorted
+    known = best > 0
+    ndcg[known] = gains[known] / best[known]
     of_click = np.flatnonzero(clicks > 0)
     with_clicks, chosen = np.unique(of_block[of_click], return_index=True)
-    best = of_click[chosen]
-    reciprocal[with_clicks] = 1 / (rank[starts[best]] + sizes[best] - clicks[best])
+    first_block = of_click[chosen]
+    reciprocal[with_clicks] = 1 / (rank[starts[first_block]] + sizes[first_block] - clicks[first_block])
     return ndcg, reciprocal
 
 

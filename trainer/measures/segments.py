@@ -78,7 +78,8 @@ class Segments:
         Returns:
             * gauc: mean AUC of the groups that have both classes, weighted by their samples (Zhu et al. 2017, arXiv
               1703.02091; Zhou et al. 2018, arXiv 1706.06978); NaN without such a group;
-            * ndcg, mrr: means of NDCG and of the reciprocal rank, without weights, over the same groups;
+            * ndcg, mrr: means of NDCG and of the reciprocal rank, without weights, over the same groups; the gain of
+              a sample is its label;
             * groups, groups_in_gauc: their numbers;
             * share_in_gauc: share of the samples, by weight, in these groups;
             * largest: id and :class:`Quality` of each of the ``top`` groups with most weight, in descending order;

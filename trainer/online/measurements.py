@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cowrec.data_pipeline import SampleStream, StreamBatch
 from cowrec.data_pipeline.codec import TIME_COLUMN
-from cowrec.data_pipeline.dataset.schema import LABEL
+from cowrec.data_pipeline.dataset.schema import LABEL, SAMPLE_WEIGHT
 from cowrec.data_pipeline.streams.position import LEFT_OUT
 from cowrec.errors import UserError
 
@@ -104,8 +104,9 @@ class Measurements:
 
     def add(self, arrived: StreamBatch, logits: Tensor, log: MetricsLog) -> None:
         """Adds the predictions for a batch that was trained on, [B]; on the first process."""
-        label, times = (torch.from_numpy(arrived.table[name].to_numpy().copy()) for name in (LABEL, TIME_COLUMN))
-        for window in self.quality.add(logits, label, times):
+        names = [LABEL, TIME_COLUMN, *[SAMPLE_WEIGHT] * (SAMPLE_WEIGHT in arrived.table.column_names)]
+        columns = (torch.from_numpy(arrived.table[name].to_numpy().copy()) for name in names)
+        for window in self.quality.add(logits, *columns):
             self._write_window(log, window)
 
     def _write_window(self, log: MetricsLog, window: "WindowQuality") -> None:
@@ -213,12 +214,14 @@ class ProgressiveQuality:
         self._window, self._most, self._held = window, most, 0
         self.newest_time = 0
         self._open: int | None = None
-        self._logits: list[Tensor] = []
-        self._labels: list[Tensor] = []
+        self._parts: list[Samples] = []
+        """The samples of the open window, logits as float64."""
 
-    def add(self, logits: Tensor, labels: Tensor, times: Tensor) -> Iterator[WindowQuality]:
-        """Adds a batch's logits, labels and times, each [B]; yields the windows that it closes."""
-        logits, labels = logits.detach().cpu().double(), labels.detach().cpu()
+    def add(
+        self, logits: Tensor, labels: Tensor, times: Tensor, weights: Tensor | None = None
+    ) -> Iterator[WindowQuality]:
+        """Adds a batch's logits, labels, times and weights, each [B]; yields the windows that it closes."""
+        samples = Samples(logits.detach().double(), labels.detach(), weights).each(Tensor.cpu)
         self.newest_time = max(self.newest_time, int(times.max()))
         windows = torch.div(times.cpu(), self._window, rounding_mode="floor")
         if self._open is not None:
@@ -228,8 +231,7 @@ class ProgressiveQuality:
                 yield self.close()
             self._open = window
             own = windows == window
-            self._logits.append(logits[own])
-            self._labels.append(labels[own])
+            self._parts.append(samples.where(own))
             self._held += int(own.sum())
             if self._held >= self._most:
                 yield self.close()
@@ -237,9 +239,8 @@ class ProgressiveQuality:
     def close(self) -> WindowQuality:
         """Closes the open window, which has samples, and computes its quality."""
         assert self._open is not None
-        logits, labels = torch.cat(self._logits), torch.cat(self._labels)
-        self._logits, self._labels, self._held = [], [], 0
-        quality = measure(Samples(logits, labels))
+        quality = measure(self._samples())
+        self._parts, self._held = [], 0
         return WindowQuality(
             self._open * self._window, quality.rows, quality.auc, quality.logloss, quality.calibration, quality.ctr
         )
@@ -247,12 +248,20 @@ class ProgressiveQuality:
     @property
     def is_empty(self) -> bool:
         """True if the open window has no samples."""
-        return not self._logits
+        return not self._parts
+
+    def _samples(self) -> Samples:
+        logits, label, weight, _ = zip(*self._parts, strict=True)
+        return Samples(torch.cat(logits), torch.cat(label), None if weight[0] is None else torch.cat(weight))
 
     def frozen(self) -> pa.Table:
         """The open window and the newest time, to be saved in a checkpoint later."""
-        parts = [torch.cat(each).numpy() if each else np.empty(0) for each in (self._logits, self._labels)]
-        table = pa.table({"logit": parts[0].astype(np.float64), "label": parts[1].astype(np.float32)})
+        samples = Samples(torch.empty(0), torch.empty(0)) if self.is_empty else self._samples()
+        table = pa.table(
+            {"logit": samples.logits.numpy().astype(np.float64), "label": samples.label.numpy().astype(np.float32)}
+        )
+        if samples.weight is not None:
+            table = table.append_column("weight", pa.array(samples.weight.numpy()))
         opened = -1 if self._open is None else self._open
         return table.replace_schema_metadata({"open": str(opened), "newest": str(self.newest_time)})
 
@@ -262,9 +271,9 @@ class ProgressiveQuality:
         start = int(table.schema.metadata[b"open"])
         self._open = None if start < 0 else start
         self.newest_time = int(table.schema.metadata[b"newest"])
-        numbers = [torch.from_numpy(table[name].to_numpy().copy()) for name in ("logit", "label")]
-        self._logits, self._labels = ([each] if len(each) else [] for each in numbers)
-        self._held = len(numbers[0])
+        columns = [torch.from_numpy(column.to_numpy().copy()) for column in table.columns]  # in the order of Samples
+        self._parts = [Samples(*columns)] if len(table) else []
+        self._held = len(table)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Part:
 
     Attributes:
         table: columns of the numbers and fields, as they are stored, R rows.
-        label, weight: float64 [R]; NaN for a label that is unknown.
+        label, weight: float64 [R]; labels from 0 to 1, NaN for one that is unknown.
     """
 
     table: pa.Table
@@ -193,7 +193,8 @@ def _lightgbm(
             values[:, place] = np.where(last < 0, np.nan, last)
         return values
 
-    parameters = {"objective": "binary", "verbosity": -1, "deterministic": True, "force_row_wise": True}
+    objective = "cross_entropy" if _has_rates(train) or _has_rates(validation) else "binary"
+    parameters = {"objective": objective, "verbosity": -1, "deterministic": True, "force_row_wise": True}
     of_train = lightgbm.Dataset(
         features(train),
         train.label,
@@ -244,10 +245,25 @@ def _logistic_regression(
     fits = []
     for penalty in PENALTIES:
         model = LogisticRegression(C=penalty, solver="newton-cg")
-        model.fit(of_train, train.label, train.weight)
+        model.fit(*_by_class(of_train, train))
         fits.append((_measured(model.decision_function(of_validation), validation)["logloss"], penalty, model))
     _, penalty, best = min(fits, key=lambda fit: fit[0])
     return lambda part: best.decision_function(features(part)), {"C": penalty}
+
+
+def _has_rates(part: Part) -> bool:
+    """True if labels are no classes, but rates between them."""
+    return bool(((part.label > 0) & (part.label < 1)).any())
+
+
+def _by_class(features: Any, part: Part) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Features, classes and weights of samples; one of a rate becomes a positive and a negative one of its shares."""
+    from scipy.sparse import vstack
+
+    if not _has_rates(part):
+        return features, part.label, part.weight
+    weight = np.concatenate([part.weight * part.label, part.weight * (1 - part.label)])
+    return vstack([features, features], format="csr"), np.repeat([1.0, 0.0], len(part.label)), weight
 
 
 def _offsets(column: pa.ChunkedArray) -> np.ndarray:

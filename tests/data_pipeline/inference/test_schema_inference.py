@@ -445,6 +445,7 @@ def test_lists_with_blanks_or_brackets(
         ("0 0 0 1 5 2", "1.0  # unsure: which values are positive?"),
         ("-1 0 1 1 -1 -1", "1.0  # unsure: which values are positive? Is -1 a missing label?"),
         ("0 1 2 3 3 3", "2.0  # unsure: which values are positive?"),
+        ("0 0 0.5 0.7 1.9", "0.7  # unsure: which values are positive?"),
     ],
 )
 def test_thresholds_of_numbers(tmp_path: Path, values: str, threshold: str) -> None:

@@ -289,11 +289,11 @@ def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Pat
     refused("has sample times from -1 to .*, the years 1970 to 2106", train, given, early, tmp_path / "other")
     edit_column(early / "train" / "00000.parquet", "time", 3, 4_102_444_800)
     refused("has a sample time of 2100-01-01 00:00, more than online.ahead = '1d'", train, given, early, tmp_path / "x")
-    weighted = shutil.copytree(case / "data", tmp_path / "weighted")
-    schema = json.loads((weighted / "schema.json").read_text())
-    (weighted / "schema.json").write_text(json.dumps(schema | {"sample_weights": True}))
-    with pytest.raises(ValueError, match="takes one label and no sample weights"):
-        online(load_config(case / "run.toml"), weighted, str(case / "incoming"), tmp_path / "other")
+    several = shutil.copytree(case / "data", tmp_path / "several")
+    schema = json.loads((several / "schema.json").read_text())
+    (several / "schema.json").write_text(json.dumps(schema | {"labels": ["label", "buy"]}))
+    with pytest.raises(ValueError, match="takes one label; the data set has label, buy"):
+        SampleCodec.load(several).require_trainable()
     assert not (tmp_path / "other").exists()
 
 
