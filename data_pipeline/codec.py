@@ -31,10 +31,19 @@ from .dataset.sample_block import SampleBlock
 from .dataset.schema import LABEL, SAMPLE_WEIGHT, TIME, Schema
 from .dataset.shards import arrow_schema, block_from_table
 from .encoding.encoder import Encoder
-from .json_lines import canonical_values, long_texts, parsed_lines, require_columns, to_array, uniform_table
 from .raw.columns import SampleColumns
+from .raw.json_lines import (
+    canonical_table,
+    given_columns,
+    long_texts,
+    parsed_lines,
+    require_columns,
+    to_array,
+    uniform_table,
+)
 from .raw.kinds import RawType, read_fields
 from .raw.layouts import Layout, RawField, RawLabel
+from .raw.nested import flattened, value_of
 from .raw.parsing import Parsed
 from .raw.times import RawTime
 from .raw.validity import unreadable_rows, without_rows
@@ -206,22 +215,8 @@ class SampleCodec:
 
     def from_objects(self, samples: Iterable[Any], *, training: bool = True) -> RawSamples:
         """Converts samples given as dictionaries of JSON values; `training`: see `encode`."""
-        types = self._types_for(training)
-        good, bad, present = dict[int, dict[str, Any]](), list[BadSample](), set[str]()
-        for index, sample in enumerate(samples):
-            try:
-                good[index] = canonical_values(sample, types)
-            except ValueError as error:
-                bad.append(BadSample(index, str(error)))
-            else:
-                present |= sample.keys() & types.keys()
-        # If no sample is valid, missing columns are not reported as another error.
-        columns = {
-            name: to_array([each[name] for each in good.values()], kind)
-            for name, kind in types.items()
-            if name in present or not good
-        }
-        return RawSamples(pa.table(columns), np.array([*good], np.int64), tuple(bad))
+        table, index, wrong = canonical_table(samples, self._types_for(training))
+        return RawSamples(table, index, tuple(BadSample(*each) for each in wrong.items()))
 
     def from_table(self, table: pa.Table) -> RawSamples:
         """Selects the known columns of an Arrow table, such as one of a Parquet file.
@@ -229,6 +224,7 @@ class SampleCodec:
         Raises:
             ValueError: several columns have the name of a known one.
         """
+        table = flattened(table)
         for name in self._types:
             if table.column_names.count(name) > 1:
                 raise UserError(f"several columns have the name {name!r}; keep one of them, or rename the others")
@@ -316,8 +312,8 @@ class SampleCodec:
         """Returns the canonical values of samples by raw field. Raises ValueError if a value is of another kind."""
         found: dict[str, Sequence[Any]] = {}
         for (column, kind), names in self._fields.items():
-            values = [sample.get(column) for sample in samples]
-            if values.count(None) == len(values) and not any(column in sample for sample in samples):
+            values = [value_of(sample, column) if "." in column else sample.get(column) for sample in samples]
+            if values.count(None) == len(values) and not any(given_columns(sample, [column]) for sample in samples):
                 raise UserError(f"no sample has the column {column!r}")
             found |= dict.fromkeys(names, kind.canonical(values))
         return found

@@ -107,8 +107,8 @@ class Column:
 
     @property
     def missing(self) -> float:
-        """Share of missing values."""
-        return 1 - len(self.known) / max(len(self.values), 1)
+        """Share of missing values; values without text are none."""
+        return 1 - (len(self.known) + self.values.count(None)) / max(len(self.values), 1)
 
     @cached_property
     def numbers(self) -> list[float]:
@@ -198,7 +198,8 @@ class Column:
     @cached_property
     def time_form(self) -> TimeForm | None:
         """How all known values are times; None if they are not."""
-        return form_of(self.distinct, named=self.named_time) if self.said in ("", "time") else None
+        may_be = self.said in ("", "time") or (self.said == "id" and not self.numbers)
+        return form_of(self.distinct, named=self.named_time) if may_be else None
 
 
 @dataclass(frozen=True)

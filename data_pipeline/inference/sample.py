@@ -3,17 +3,19 @@
 import csv
 import io
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pyarrow as pa
 
 from cowrec.errors import UserError
 
+from ..raw.columns import UNMARKED, label_value
 from ..raw.inputs import Source, find_inputs, partition_of
+from ..raw.json_lines import parsed_lines
 from ..raw.reading import look, naming_file, open_groups
 from ..raw.text import BYTE_ORDER_MARK, RawText
 from ..raw.validity import require_offsets
@@ -68,7 +70,10 @@ def read_sample(path: str | os.PathLike[str], label: str = "") -> RawSample:
     """
     files = find_inputs([os.fspath(path)])
     source, types = look(files[0])
-    found = _text_sample(source.path, label) if types is None else _table_sample(source, types, label)
+    if source.format == "json":
+        found = _json_sample(source.path, label)
+    else:
+        found = _text_sample(source.path, label) if types is None else _table_sample(source, types, label)
     values = [dict(partition_of(file)) for file in files]
     partition = {name: [each.get(name) or "" for each in values] for name in values[0] if name not in found.columns}
     return replace(found, path=source.path, whole=found.whole and len(files) == 1, partition=partition)
@@ -148,18 +153,91 @@ def _values_of_any_length() -> Iterator[None]:
         csv.field_size_limit(limit)
 
 
-@_values_of_any_length()
-def _text_sample(path: str, label: str) -> RawSample:
+def _beginning(path: str) -> tuple[bytes, bool]:
+    """Returns the first lines of text, and whether they are all."""
     with closing(RawText(path)) as text:
         data = text.read(SAMPLE_BYTES)
-        complete = len(data) < SAMPLE_BYTES
+    complete = len(data) < SAMPLE_BYTES
     data = data.removeprefix(BYTE_ORDER_MARK)
-    data = data if complete or b"\n" not in data else data[: data.rfind(b"\n") + 1]
+    return data if complete or b"\n" not in data else data[: data.rfind(b"\n") + 1], complete
+
+
+def _json_sample(path: str, label: str) -> RawSample:
+    data, complete = _beginning(path)
+    lines = [line for line in data.split(b"\n") if line.strip()]
+    objects = [each for each in parsed_lines(lines[:SAMPLE_ROWS]) if isinstance(each, dict)]
+    if not objects:
+        raise UserError(f"{path}: none of its first lines is a JSON object")
+    columns = _columns(objects)
+    said = {name: _said_by(values) for name, values in columns.items()}
+    keeps_types = any(said[name] == "number" for name in columns if name != label and name.lower() not in LABEL_NAMES)
+    types = {name: "id" if each == "text" and keeps_types else each for name, each in said.items()}
+    types = {name: "" if each in ("number", "text") else each for name, each in types.items()}
+    malformed = len(lines[:SAMPLE_ROWS]) - len(objects)
+    notes = (f"{malformed} lines of the sample are no JSON objects",) * bool(malformed)
+    rows = list(zip(*([_json_text(value) for value in values] for values in columns.values()), strict=True))
+    whole = complete and len(lines) <= SAMPLE_ROWS
+    return RawSample(tuple(columns), rows, notes=notes, types=types, whole=whole)
+
+
+def _columns(objects: Sequence[Mapping[str, Any] | None]) -> dict[str, list[Any]]:
+    """Returns the values of each column of objects, those within objects too, unless these are weights by id."""
+    names = dict.fromkeys(name for each in objects for name in each or ())
+    found: dict[str, list[Any]] = {}
+    for name in names:
+        values = [each and each.get(name) for each in objects]
+        given = [each for each in values if each is not None]
+        if given and all(isinstance(each, dict) for each in given) and not _are_maps(given):
+            inner = _columns([each or None for each in values]).items()
+            found |= {f"{name}.{key}": each for key, each in inner if f"{name}.{key}" not in names}
+        else:
+            found[name] = values
+    return found
+
+
+def _are_maps(objects: Sequence[Mapping[str, Any]]) -> bool:
+    """True if the keys of objects differ so much that they are no names of columns."""
+    keys = {key for each in objects for key in each}
+    return (2 if _have_numbers(objects) else 20) * sum(map(len, objects)) < len(keys) * len(objects)
+
+
+def _have_numbers(objects: Sequence[Mapping[str, Any]]) -> bool:
+    return all(type(value) in (int, float) for each in objects for value in each.values())
+
+
+def _said_by(values: Sequence[Any]) -> str:
+    """What the types of JSON values say: "number", "text", or as in `RawSample`."""
+    types = {type(each) for each in values if each is not None}
+    if types <= {int, float, bool}:
+        return "number" if types - {bool} else ""
+    if types == {dict}:
+        return "weighted" if _have_numbers([each for each in values if each]) else "objects, which are not read"
+    if not types & {list, dict}:
+        return "text"
+    try:
+        return _said(pa.array([each for each in values if each]).type)
+    except pa.ArrowInvalid:
+        of_scalars = all(
+            not isinstance(item, (list, dict)) for each in values if isinstance(each, list) for item in each
+        )
+        return "multi" if of_scalars and dict not in types else "values of several types, which are not read"
+
+
+def _json_text(value: Any) -> str | None:
+    """A value of JSON as text; None if it has none."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, (list, dict)):
+        return None
+    return label_value(int(value) if isinstance(value, float) and value.is_integer() else value, UNMARKED)
+
+
+@_values_of_any_length()
+def _text_sample(path: str, label: str) -> RawSample:
+    data, complete = _beginning(path)
     lines = [line.removesuffix("\r") for line in data.decode(errors="replace").split("\n") if line.strip("\r")]
     if not lines:
         raise UserError(f"input file {path} has no samples")
-    if re.match(rb'\s*(\[\s*)?{\s*"', data):
-        raise UserError(f"{path} is JSON, which is not read; write it as Parquet or CSV first")
     try:
         data.partition(b"\n")[0].decode()
     except UnicodeDecodeError as error:

@@ -141,7 +141,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> InferredSc
     """Guesses the columns of a raw file from its first rows.
 
     Args:
-        path: text, plain or compressed, Parquet or Arrow.
+        path: text or JSON lines, plain or compressed, Parquet or Arrow.
         label: column of the label; by default one of two values, by its name if there are several.
 
     Raises:

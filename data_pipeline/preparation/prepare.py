@@ -55,8 +55,8 @@ def prepare(
 
     Args:
         layout: "criteo", "avazu" or "tabular".
-        inputs: files, patterns and folders (`find_inputs`), in order: text, plain or compressed; Parquet; Arrow IPC.
-            Any of them may be a URI.
+        inputs: files, patterns and folders (`find_inputs`), in order: text or JSON lines, plain or compressed;
+            Parquet; Arrow IPC. Any of them may be a URI.
         output: a new or empty folder, or its URI in an object store, created when everything is done.
         config: settings; with `like`, only on_bad_row (by default the earlier one), max_bad_rows and shard_rows have an
             effect.
@@ -172,6 +172,11 @@ def _look(
 ) -> tuple[Layout, list[Source]]:
     """Checks the columns of all files before any is read. Returns the layout, with what is `absent`, and the files."""
     looks = [look(file) for file in chain.from_iterable(groups)]
+    # A line may lack any column, and so may a file of such lines.
+    of_json = tuple({name: None for source, _ in looks if source.format == "json" for name in source.columns})
+    looks = [
+        (dataclasses.replace(each, columns=of_json) if each.format == "json" else each, types) for each, types in looks
+    ]
     described = dataclasses.replace(layout, keep=tuple(dict.fromkeys([*layout.keep, *keep])))
     if not need_label:
         described = _without_absent(described, [source for source, _ in looks], keep)

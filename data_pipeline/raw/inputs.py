@@ -72,7 +72,7 @@ def partition_of(place: str) -> tuple[tuple[str, str | None], ...]:
     return tuple(values.items())
 
 
-FileFormat = Literal["text", "parquet", "arrow"]
+FileFormat = Literal["text", "json", "parquet", "arrow"]
 Report = Callable[[int], None]
 """Called with the number of bytes on disk just processed."""
 
@@ -82,10 +82,10 @@ class Source:
     """What reading a raw file takes, in any process.
 
     Attributes:
-        format: recognized by the content.
+        format: recognized by the content; "json" is text with an object a line.
         stamp: size and modification time of the file at the survey.
         first_line: of text: the first line, without its ending.
-        columns: of Parquet and Arrow files: those that are read, all of them at first.
+        columns: of Parquet and Arrow files: those that are read, all of them at first; of JSON: those of its beginning.
         partition: values of columns that the path gives, see `partition_of`.
     """
 
@@ -97,9 +97,14 @@ class Source:
     partition: tuple[tuple[str, str | None], ...] = ()
 
     @property
+    def is_lines(self) -> bool:
+        """True if the file is text, compressed or not."""
+        return self.format in ("text", "json")
+
+    @property
     def place(self) -> str:
         """What a sample's number in the file is called."""
-        return "line" if self.format == "text" else "row"
+        return "line" if self.is_lines else "row"
 
 
 @dataclass(frozen=True)

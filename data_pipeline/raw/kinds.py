@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from ..dataset.schema import MISSING
 from .columns import UNMARKED, SampleColumns, ValueType, id_value, label_value, number_value, time_value
-from .layouts import RawField
+from .layouts import Layout, RawField
 from .lists import MARKER, PAIR, ListColumns, ids_value, pairs_value
 
 ValueKind = Literal["number", "time", "label", "id", "ids", "weighted"]
@@ -140,6 +140,20 @@ class RawType:
         if self.kind == "ids" and null:
             found = [each and [MARKER if item in null else item for item in each] for each in found]
         return found
+
+
+def column_types(layout: Layout) -> dict[str, RawType]:
+    """Returns the types of the columns that a layout uses, by name."""
+    of_fields = {
+        each.column: RawType.of_all([RawType.of(other) for other in layout.fields if other.column == each.column])
+        for each in layout.fields
+    }
+    times = RawType("id" if layout.time and layout.time.format else "time")
+    others = {layout.weight: RawType("number")} | dict.fromkeys(layout.keep, RawType("id"))
+    others |= dict.fromkeys(layout.time_columns, times)
+    others |= {label.column: RawType("label") for label in layout.labels}
+    types = others | of_fields
+    return {name: types[name] for name in layout.used_columns}
 
 
 def read_fields(

@@ -35,6 +35,8 @@ from .inputs import Source
 from .times import RawTime, TimePart, TimeUnit
 from .values import as_numbers, marker_numbers, mask, without_markers
 
+MOST_NAMED = 200
+"""Columns that a message names."""
 LABEL_ADVICE = (
     '. Name the positive values in the schema file, as in positive = ["1"], where all others are negative; or give a'
     ' threshold; or, for shares from 0 to 1, write label = {{column = {0}, kind = "rate"}}'
@@ -415,14 +417,15 @@ class Layout:
             self.check_columns([*columns, *given])
         except ValueError as error:
             where = ", line 1" if source.format == "text" else ""
-            raise UserError(f"{source.path}{where}: {error}") from None
+            later = "; if only later lines have it, give it as null in the first line" * (source.format == "json")
+            raise UserError(f"{source.path}{where}: {error}{later}") from None
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises ValueError if a column that is read is missing or repeated."""
         wanted = self.used_columns
         missing = sorted(set(wanted) - set(columns))
         if missing:
-            raise UserError(f"no column {', '.join(map(repr, missing))} among {', '.join(columns)}")
+            raise UserError(f"no column {', '.join(map(repr, missing))} among {', '.join(columns[:MOST_NAMED])}")
         twice = sorted(name for name in {*wanted, *self.optional_columns} if list(columns).count(name) > 1)
         if twice:
             raise UserError(f"column {', '.join(map(repr, twice))} occurs more than once")
@@ -483,7 +486,7 @@ _TYPES = {"delimiter": str, "quote": str, "header": bool, "columns": list, "labe
 
 
 def load_schema_file(path: str | os.PathLike[str]) -> Layout:
-    """Reads a schema file: TOML that describes the columns of text, Parquet or Arrow files.
+    """Reads a schema file: TOML that describes the columns of text, JSON lines, Parquet or Arrow files.
 
         delimiter = ","                  # default; of several characters where quote = ""
         quote = '"'                      # default; "" if quotes have no meaning

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,8 @@ from .bad_rows import SKIP_ADVICE, BadRow
 from .columns import MISSING_LABEL, SampleColumns
 from .delimited import RawTable, split_text
 from .inputs import Block, Source
-from .kinds import read_fields
+from .json_lines import read_json
+from .kinds import column_types, read_fields
 from .layouts import LABEL_ADVICE, Layout
 from .reading import naming_file
 from .validity import unreadable_rows, without_rows
@@ -79,7 +81,8 @@ def parse(block: Block, layout: Layout) -> Parsed:
             and samples do not correspond.
     """
     raw = raw_table(block, layout)
-    columns = SampleColumns(raw.table, null_items="missing", for_prediction=layout.for_prediction)
+    null_items: Literal["missing", "wrong"] = "wrong" if block.source.format == "json" else "missing"
+    columns = SampleColumns(raw.table, null_items, for_prediction=layout.for_prediction)
     labels = {label.name: np.full(len(raw.places), np.nan, np.float32) for label in layout.labels}
     for label in layout.found_labels:
         labels[label.name] = columns.labels(label, required=len(layout.labels) == 1)
@@ -108,6 +111,8 @@ def _advice(column: str, problem: str, layout: Layout) -> str:
 def check_types(source: Source, schema: pa.Schema | None, layout: Layout) -> None:
     """Raises ValueError if a column of a file has a type that cannot hold its values; text has no `schema`."""
     types = pa.schema([(name, pa.string()) for name in layout.used_columns]) if schema is None else schema
+    if source.format == "json":
+        types = pa.schema([(name, kind.arrow) for name, kind in column_types(layout).items()])
     try:
         parse(Block(source, pa.Table.from_batches([], types), 1, 0, 0), layout)
     except ValueError as error:
@@ -136,7 +141,10 @@ def check_same_types(schemas: Mapping[str, pa.Schema], layout: Layout) -> None:
 
 def raw_table(block: Block, layout: Layout) -> RawTable:
     """Returns the columns of a block that the layout uses, those that the file's path gives included."""
-    raw = split_text(block, layout) if isinstance(block.data, bytes) else _readable(block, block.data)
+    if not isinstance(block.data, bytes):
+        raw = _readable(block, block.data)
+    else:
+        raw = read_json(block, layout) if block.source.format == "json" else split_text(block, layout)
     table = raw.table
     for name, value in block.source.partition:
         if name in layout.used_columns and name not in table.column_names:

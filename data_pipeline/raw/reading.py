@@ -82,7 +82,8 @@ def survey(
     Raises:
         ValueError: a truncated or damaged file, a line longer than a block, or text without samples.
     """
-    if source.format == "text":
+    if source.is_lines:
+        header = header and source.format == "text"
         return survey_text(source, report, header=header, segment_samples=segment_samples, block_bytes=block_bytes)
     return _survey_columns(source, report, segment_samples=segment_samples, block_bytes=block_bytes)
 
@@ -108,7 +109,7 @@ def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
 
 def _reader(source: Source) -> "RawText | ColumnReader":
     try:
-        return RawText(source.path, source) if source.format == "text" else ColumnReader(source)
+        return RawText(source.path, source) if source.is_lines else ColumnReader(source)
     except FileNotFoundError:
         raise UserError(f"input file {source.path} was deleted after the survey; restore it and run again") from None
 

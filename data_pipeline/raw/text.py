@@ -27,15 +27,19 @@ from .inputs import (
     read_bytes,
     stamp,
 )
+from .json_lines import are_json_lines, json_columns
 
 NEWLINE = 10
 
 
 def look_at_text(path: str) -> Source:
-    """Reads the first line of a text file; it is empty if the text is."""
+    """Reads the first line of a text file, which is empty if the text is; of JSON lines their columns."""
     with closing(RawText(path)) as text:
         lines = next(line_blocks(text, BLOCK_BYTES), b"")
-        first = lines.split(b"\n", 1)[0].removesuffix(b"\r").removeprefix(BYTE_ORDER_MARK)
+        lines = lines.removeprefix(BYTE_ORDER_MARK)
+        if are_json_lines(path, lines):
+            return Source(path, "json", text.stamp, columns=json_columns(lines), partition=partition_of(path))
+        first = lines.split(b"\n", 1)[0].removesuffix(b"\r")
         return Source(path, "text", text.stamp, first, partition=partition_of(path))
 
 

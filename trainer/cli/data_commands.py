@@ -38,7 +38,7 @@ class _Prepare(InputsCommand):
 
 @schema.command()
 def infer(
-    file: Annotated[str, typer.Argument(help="Raw file: text, plain or compressed, Parquet or Arrow.")],
+    file: Annotated[str, typer.Argument(help="Raw file: text or JSON lines, plain or compressed; Parquet; Arrow.")],
     output: Annotated[Path | None, output_flag("TOML file to write; it must not exist. [stdout]")] = None,
     label: Annotated[str, typer.Option(help="Column of the label. [one of two values]")] = "",
 ) -> None:
@@ -97,8 +97,8 @@ def prepare(
     """Turns raw click logs into a data set: Parquet shards of ids, and a schema.json.
 
     The layouts criteo (label, I1..I13, C1..C26, tabs, no header) and avazu (a header, then id, click, hour, C1,
-    banner_pos ... C21) are Kaggle's; tabular is any delimited text, Parquet or Arrow file, with numeric, categorical,
-    multi-valued and weighted fields.
+    banner_pos ... C21) are Kaggle's; tabular is any delimited text, JSON lines, Parquet or Arrow, with numeric,
+    categorical, multi-valued and weighted fields.
 
     Keys of --set, which docs/train.md explains: min_count, max_ids, hash_buckets, raw_ids, dense, fit_on, split,
     test_fraction, validation_fraction, test_rows, validation_rows, test_from, validation_from, negative_fraction, seed,

@@ -73,7 +73,7 @@ def parse_local(text: str) -> Path:
     raise typer.BadParameter(f"{text} must be a local path; write there, then copy it")
 
 
-RAW_FILES = "Files, patterns, folders: text, or that in gz, zst, xz, bz2, lz4, zip; Parquet; Arrow."
+RAW_FILES = "Files, patterns, folders: text, JSON lines, these in gz, zst, xz, bz2, lz4, zip; Parquet; Arrow."
 
 
 class InputsCommand(TyperCommand):

@@ -14,7 +14,7 @@ import torch
 
 from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
-from cowrec.data_pipeline.json_lines import abbreviated
+from cowrec.data_pipeline.raw.json_lines import abbreviated
 
 Fields = Mapping[str, Any]
 NOTHING: Fields = {}

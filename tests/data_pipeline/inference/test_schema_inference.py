@@ -385,7 +385,9 @@ def test_files_that_are_no_table_are_named_as_such(tmp_path: Path) -> None:
     for text, problem in (
         ("click,a\n", "raw.csv has no samples"),
         ("# by a tool\nclick,a\n1,x\n0,y\n", "line 1: 1 columns, but 2 in most lines; remove what is above the table"),
-        ('{"click": 1, "a": 2}\n{"click": 0, "a": 3}\n', "is JSON, which is not read; write it as Parquet or CSV"),
+        ('[{"click": 1, "a": 2},\n{"click": 0, "a": 3}]\n', "is one JSON document; write an object a line, as pandas"),
+        ('{\n  "click": {"0": 1, "1": 0}}\n', "is one JSON document"),
+        ('{"click": {"0": 1, "1": 0}, "a": {"0": "x", "1": "y"}}', "is one JSON document"),
         ('click,a\n1,"x\ny"\n0,z\n1,"u\nv"\n', r"a quoted value contains a newline \('x\\ny'\)"),
         ("click,a\r1,x\r0,y\r", "line 1: a carriage return inside the line; convert its line endings to newlines"),
         ("click,a\n1,x\n1,y\n1,z\n", "'click' has one value only, so nothing can be learned"),
