@@ -32,7 +32,10 @@ class ArrowFile:
         self._source.close()
 
     def _reader(self, columns: Sequence[str] | None) -> pa.RecordBatchFileReader:
-        chosen = None if columns is None else [self.schema_arrow.get_field_index(name) for name in columns]
+        chosen = None
+        if columns is not None:  # of a field in a struct, `user.id`, the struct is read
+            tops = enumerate(self.schema_arrow.names)
+            chosen = [index for index, top in tops if any(f"{name}.".startswith(f"{top}.") for name in columns)]
         return pa.ipc.open_file(self._source, options=pa.ipc.IpcReadOptions(included_fields=chosen))
 
 

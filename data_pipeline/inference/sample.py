@@ -16,6 +16,7 @@ from cowrec.errors import UserError
 from ..raw.columns import UNMARKED, label_value
 from ..raw.inputs import Source, find_inputs, partition_of
 from ..raw.json_lines import parsed_lines
+from ..raw.nested import flattened
 from ..raw.reading import look, naming_file, open_groups
 from ..raw.text import BYTE_ORDER_MARK, RawText
 from ..raw.validity import require_offsets
@@ -87,7 +88,7 @@ def _table_sample(source: Source, types: pa.Schema, label: str) -> RawSample:
             batches.append(batch)
             if (rows := rows + batch.num_rows) > SAMPLE_ROWS:
                 break
-    table = pa.Table.from_batches(batches, batches[0].schema if batches else types).slice(0, SAMPLE_ROWS)
+    table = flattened(pa.Table.from_batches(batches, batches[0].schema if batches else types)).slice(0, SAMPLE_ROWS)
     columns = [_texts(column) for column in table.columns]
     said = {each.name: _said(each.type) for each in types}
     # Text beside numbers is no number. Where no field is one, whoever wrote the file may have kept no types.

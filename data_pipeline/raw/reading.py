@@ -26,6 +26,7 @@ from .inputs import (
     read_bytes,
     stamp,
 )
+from .nested import flattened
 from .text import BLOCK_BYTES, RawText, look_at_text, survey_text
 
 MAGIC: dict[bytes, FileFormat] = {b"PAR1": "parquet", b"ARROW1": "arrow"}
@@ -64,7 +65,7 @@ def look(path: str) -> tuple[Source, pa.Schema | None]:
         return look_at_text(path), None
     found = stamp(path)
     with naming_file(path), closing(open_groups(path, kind)) as opened:
-        schema = opened.schema_arrow
+        schema = flattened(pa.Table.from_batches([], opened.schema_arrow)).schema
     return Source(path, kind, found, b"", tuple(schema.names), partition_of(path)), schema
 
 
@@ -166,7 +167,7 @@ class ColumnReader:
                 self._surplus, self.offset = [], int(self._starts[group])
                 while self.offset < segment.offset:
                     self._take(min(segment.size, segment.offset - self.offset))
-            return self._take(segment.size)
+            return flattened(self._take(segment.size))
 
     def close(self) -> None:
         self._file.close(force=True)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline import PrepareConfig, infer_schema, prepare
+from cowrec.data_pipeline.dataset.schema import MISSING
 from cowrec.data_pipeline.raw.values import as_id_text
 from raw_cases import TIMED_SCHEMA, content, read_split
 from refusal import refused
@@ -322,6 +323,42 @@ def test_nan_can_mean_a_missing_value(tmp_path, samples):
     columns = read_split(tmp_path / "out", "train")
     assert columns["city"] == [1, 2] * 50
     assert columns["price"] == [0 if row == 56 else row for row in range(100)]
+
+
+@pytest.mark.parametrize("write", [pq.write_table, pyarrow.feather.write_feather])
+def test_fields_of_structs_are_columns(tmp_path, write):
+    """At any depth; null in a null struct. A column with the name of such a field comes first."""
+    users = [
+        None if row == 3 else {"id": f"u{row % 5}", "age": row, "home": {"city": "ab"[row % 2]}} for row in range(60)
+    ]
+    table = pa.table(
+        {"user": users, "ad.id": [f"a{row % 7}" for row in range(60)], "click": [row % 2 for row in range(60)]}
+    )
+    table = table.append_column("ad", pa.array([{"id": "no", "kind": f"k{row % 4}"} for row in range(60)]))
+    write(table, tmp_path / "raw.data")
+    found = infer_schema(tmp_path / "raw.data", label="click")
+    assert {"user.id", "user.home.city", "ad.id", "ad.kind"} <= {
+        each.keys.get("column", each.keys["name"]) for each in found.fields
+    }
+    (tmp_path / "schema.toml").write_text(
+        'label = "click"\nfields = [{name = "age", column = "user.age", kind = "numeric"},'
+        '{name = "user.id", kind = "categorical"}, {name = "ad.id", kind = "categorical"},'
+        '{name = "city", column = "user.home.city", kind = "categorical"}]'
+    )
+    schema = run(tmp_path, "raw.data", dense="none", shard_rows=7)
+    columns = read_split(tmp_path / "out", "train")
+    assert columns["age"] == [0 if row == 3 else row for row in range(60)]
+    assert (columns["user.id"][3], columns["city"][3], columns["city"].count(MISSING)) == (MISSING, MISSING, 1)
+    assert {field.name: field.num_embeddings - 2 for field in schema.sparse} == {"user.id": 5, "ad.id": 7, "city": 2}
+    (tmp_path / "schema.toml").write_text('label = "click"\nfields = [{name = "user", kind = "categorical"}]')
+    refused(
+        "no column 'user' among user.id, user.age, user.home.city",
+        prepare,
+        "tabular",
+        [tmp_path / "raw.data"],
+        tmp_path / "no",
+        schema_file=tmp_path / "schema.toml",
+    )
 
 
 def rewritten(change):
