@@ -55,8 +55,15 @@ def counted_values(text: pa.Array | pa.ChunkedArray) -> pa.Table:
     return table.filter(pc.not_equal(table[VALUE], ""))
 
 
+TRUE, FALSE = ("true", "True", "TRUE", "1", "1.0", "t"), ("false", "False", "FALSE", "0", "0.0", "f")
+"""Texts of truth values, each at the place of its contrary: of JSON and Arrow, of pandas, and of other programs."""
+
+
 class Vocabulary:
     """The ids of a field that have their own embedding row: the id at index i has row 2 + i.
+
+    If the ids are the two truth values, all texts of `TRUE` and `FALSE` are the same ids: a sample of JSON or Parquet
+    has `true` where pandas wrote `True` to CSV.
 
     Args:
         values: distinct strings without nulls, [U].
@@ -67,6 +74,14 @@ class Vocabulary:
         self._table = StringTable()
         self._table.insert(values)
         self.counts = counts
+        self._truths: tuple[StringTable, np.ndarray] | None = None
+        ids = values.to_pylist() if len(values) == 2 else []
+        for one, other in zip(TRUE, FALSE, strict=True):
+            if sorted(ids) == sorted((one, other)):
+                known = StringTable()
+                known.insert(pa.array([*TRUE, *FALSE]))
+                of_true = ids.index(one)
+                self._truths = known, np.repeat([of_true, 1 - of_true, -1], [len(TRUE), len(FALSE), 1])
 
     def __len__(self) -> int:
         return len(self._table)
@@ -78,6 +93,9 @@ class Vocabulary:
     def rows_of_hashed(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
         """Does the same as `rows`, for strings as `string_buffers` gives them, with known hashes [R]."""
         indices = self._table.find(hashes, offsets, data)
+        if self._truths:
+            texts, index_of_text = self._truths  # its last entry is that of all other texts
+            indices = index_of_text[texts.find(hashes, offsets, data)]
         rows = np.where(indices < 0, OUT_OF_VOCABULARY, indices + RESERVED_ROWS).astype(np.int32)
         return with_missing(rows, offsets)
 

@@ -342,3 +342,26 @@ def test_a_column_of_several_fields_has_the_values_of_each(tmp_path):
         few, bad = codec.encode_request([each])
         assert bad == ()
         check_equal(few, expected.take(torch.tensor([number])), labelled=False)
+
+
+@pytest.mark.parametrize(("true", "false"), [("True", "False"), ("FALSE", "TRUE"), ("1", "0"), ("false", "true")])
+def test_a_truth_value_is_the_same_id_however_it_is_written(tmp_path, true, false):
+    """pandas writes True to CSV, an application sends true in JSON, and Parquet has booleans."""
+    schema = 'label = "y"\nfields = [{name = "a", kind = "categorical"}, {name = "b", kind = "categorical"}]'
+    rows = "".join(f"{n % 2},{(true, false)[n % 3 == 0]},{(true, false, 'x')[n % 3]}\n" for n in range(30))
+    prepare_text(tmp_path, schema, f"y,a,b\n{rows}")
+    codec = SampleCodec.load(tmp_path / "out")
+
+    def ids(name, *values):
+        block, bad = codec.encode_request([{"a": "x", "b": "x", name: value} for value in values])
+        assert not bad
+        columns = pa.table({"a": ["x"] * len(values), "b": ["x"] * len(values)} | {name: pa.array(values)})
+        np.testing.assert_array_equal(codec.encode(codec.from_table(columns), training=False).block.ids, block.ids)
+        return block.ids[:, "ab".index(name)].tolist()
+
+    assert sorted(ids("a", true, false)) == [2, 3]
+    assert ids("a", "true", "false") == ids("a", True, False) == ids("a", "True", "False") == ids("a", "TRUE", "FALSE")
+    assert ids("a", 1, 0) == ids("a", True, False)
+    assert ids("a", "yes", "tru") == [0, 0]
+    spelled = ids("b", "True", "TRUE", "true", "1")
+    assert spelled.count(0) == 3, "with a third id, texts are ids of their own"

@@ -31,11 +31,12 @@ class ServiceMetrics:
 
     Args:
         read: returns the current values of GAUGES and COUNTERS; NaN for unknown ones, absent ones are 0.
+        read_unknown: returns the number of requested ids without a row of their own, by field.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(self, read: Callable[[], Mapping[str, float]], read_unknown: Callable[[], Mapping[str, int]]) -> None:
         self._registry = registry = CollectorRegistry()
         self.latency = Histogram(
             "cowrec_request_seconds",
@@ -45,7 +46,6 @@ class ServiceMetrics:
             registry=registry,
         )
         self.predictions = Counter("cowrec_predictions", "Samples predicted.", registry=registry)
-        self.unknown_ids = Counter("cowrec_unknown_ids", "Requested ids without a row of their own.", registry=registry)
         self.batch_samples = Histogram(
             "cowrec_batch_samples", "Samples computed together.", buckets=SAMPLES, registry=registry
         )
@@ -55,7 +55,7 @@ class ServiceMetrics:
         self.delta_seconds = Histogram(
             "cowrec_delta_apply_seconds", "Time to apply a published version.", buckets=SECONDS, registry=registry
         )
-        self._registry.register(_ServiceValues(read))
+        self._registry.register(_ServiceValues(read, read_unknown))
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -65,8 +65,8 @@ class ServiceMetrics:
 class _ServiceValues(Collector):
     """Values that the service reports, read for each scrape."""
 
-    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], Mapping[str, float]], read_unknown: Callable[[], Mapping[str, int]]) -> None:
+        self._read, self._read_unknown = read, read_unknown
 
     def collect(self) -> Iterator[Metric]:
         values = self._read()
@@ -74,3 +74,9 @@ class _ServiceValues(Collector):
             yield GaugeMetricFamily(f"cowrec_{name}", description, value=values.get(name, 0))
         for name, description in COUNTERS.items():
             yield CounterMetricFamily(f"cowrec_{name}", description, value=values.get(name, 0))
+        unknown = CounterMetricFamily(
+            "cowrec_unknown_ids", "Requested ids without a row of their own.", labels=["field"]
+        )
+        for field, count in self._read_unknown().items():
+            unknown.add_metric([field], count)
+        yield unknown

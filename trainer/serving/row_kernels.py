@@ -249,45 +249,41 @@ def _look_up(slots, over_slots, identifier, field, fields, base, size):
 
 
 @compiled()
-def gather(ids, fields, tables, out):
+def gather(ids, fields, tables, out, unknown):
     """Gathers the rows of single-valued fields.
 
     Reads ids [B, S] of the fields with the numbers ``fields`` [S], and writes the leading P columns of float32 out
-    [B, F, P or more]. Returns how many ids had no row of their own.
+    [B, F, P or more]. Adds the number of ids without a row of their own to ``unknown``, int64 [F].
     """
     bases, sizes, halves = tables.bases, tables.sizes, tables.halves
     slots, rows, scales = tables.base
     over_slots, over_rows, over_scales = tables.overlay
-    unknown = 0
     for sample in range(len(out)):
         for s in range(len(fields)):
             field = fields[s]
             base, size = bases[field], sizes[field]
             row, is_unknown = _look_up(slots, over_slots, ids[sample, s], field, len(bases), base, size)
-            unknown += is_unknown
+            unknown[field] += is_unknown
             if row >= 0:
                 for column in range(rows.shape[1]):
                     out[sample, field, column] = _weight(rows, scales, halves, row, column)
             else:
                 for column in range(rows.shape[1]):
                     out[sample, field, column] = _weight(over_rows, over_scales, halves, -1 - row, column)
-    return unknown
 
 
 @compiled()
-def gather_bag(bag, tables, out):
+def gather_bag(bag, tables, out, unknown):
     """Pools the rows of a list field into float32 out [B, F, P or more].
 
-    Those of a sequence are written to its positions, the last one last, after zeros.
-
-    Returns how many ids had no row of their own.
+    Those of a sequence are written to its positions, the last one last, after zeros. Adds the number of ids without a
+    row of their own to ``unknown``, int64 [F].
     """
     ids, offsets, weights, field, positions = bag.ids, bag.offsets, bag.weights, bag.field, bag.positions
     base, size = tables.bases[bag.field], tables.sizes[bag.field]
     halves, num_fields = tables.halves, len(tables.bases)
     slots, rows, scales = tables.base
     over_slots, over_rows, over_scales = tables.overlay
-    unknown = 0
     for sample in range(len(out)):
         own = out[sample, bag.first : bag.first + max(positions, 1), : rows.shape[1]]
         own[:] = 0
@@ -298,7 +294,7 @@ def gather_bag(bag, tables, out):
             if positions:
                 total = own[positions - (end - k)]
             row, is_unknown = _look_up(slots, over_slots, ids[k], field, num_fields, base, size)
-            unknown += is_unknown
+            unknown[bag.first] += is_unknown
             weight = weights[k] if len(weights) else np.float32(1)
             if row >= 0:
                 for column in range(len(total)):
@@ -308,4 +304,3 @@ def gather_bag(bag, tables, out):
                     total[column] += weight * _weight(over_rows, over_scales, halves, -1 - row, column)
         if bag.mean and length > 1:
             total /= np.float32(length)
-    return unknown

@@ -202,5 +202,5 @@ class RowStore:
         overlay_ids(none, none, 0, self.tables, base.slots)
         copy_to_larger(base.rows, base.rows.copy()), copy_to_larger(base.scales, base.scales.copy())
         remove(none, none, base.slots, none)
-        gather(np.empty((0, 0), np.int64), none, self.tables, out)
-        gather_bag(Bag(0, 0, 0, none, none, NO_WEIGHTS, False), self.tables, out)
+        gather(np.empty((0, 0), np.int64), none, self.tables, out, none)
+        gather_bag(Bag(0, 0, 0, none, none, NO_WEIGHTS, False), self.tables, out, none)

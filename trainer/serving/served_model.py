@@ -61,7 +61,7 @@ class ServedModel:
 
     Attributes:
         state: that predictions use which begin now.
-        unknown_ids: ids that had no row of their own, since the start.
+        unknown_ids: numbers of ids without a row of their own since the start, int64 by key; see `unknown_by_field`.
     """
 
     def __init__(self, manifest: Manifest, schema: Schema, export_dir: Path) -> None:
@@ -94,7 +94,7 @@ class ServedModel:
         shape = (num_dense, len(keys), max(self._widths))
         self._inference = InferenceNetwork(network, schema.logit_shift, shape, [*self._longest.values()])
         self._applying, self._predicting = threading.Lock(), threading.Lock()
-        self.unknown_ids = self._applied_rows = 0
+        self.unknown_ids, self._applied_rows = np.zeros(len(keys), np.int64), 0
 
     @staticmethod
     def load(export_dir: Path) -> "ServedModel":
@@ -137,10 +137,9 @@ class ServedModel:
             samples = self._with_bucket_rows(samples)
         with self._predicting:
             state = self.state
-            rows, unknown = self._rows.gather(samples, state.tables)
+            rows = self._rows.gather(samples, state.tables, self.unknown_ids)
             lengths = [samples.bags[name].lengths.clamp(max=most) for name, most in self._longest.items()]
             predicted = state.network(samples.dense, (rows, torch.stack(lengths, 1)) if lengths else rows)
-            self.unknown_ids += unknown
         return predicted.numpy(), state.version
 
     def apply(self, blob: Blob) -> None:
@@ -174,6 +173,10 @@ class ServedModel:
             "removed_rows": self._rows.removed,
             "resident_ids": self._rows.resident,
         }
+
+    def unknown_by_field(self) -> dict[str, int]:
+        """Requested ids without a row of their own, by field, since the start."""
+        return {field: int(self.unknown_ids[number]) for field, number in self._number.items()}
 
     def _with_bucket_rows(self, samples: SampleBlock) -> SampleBlock:
         """Replaces ids of hashed fields by their rows."""

@@ -57,26 +57,27 @@ class ServedRows:
         """Ids of collisionless tables that have a row."""
         return sum(each.resident for each in self._parts.values())
 
-    def gather(self, samples: SampleBlock, tables: Sequence[Tables]) -> tuple[Tensor, int]:
-        """Pooled rows, float32 [B, F, largest P], and how many ids had no row of their own; in any thread.
+    def gather(self, samples: SampleBlock, tables: Sequence[Tables], unknown: Ids) -> Tensor:
+        """Pooled rows, float32 [B, F, largest P], in any thread; adds numbers of ids without a row of their own.
 
-        Those of a sequence are by position, zeros where there is no id. Any numbers follow the columns of
-        narrower rows. ``tables`` are those of this object, now or at an earlier time.
+        The numbers are added to ``unknown``, int64 [F], at the first key of each field. Rows of a sequence are by
+        position, zeros where there is no id. Any numbers follow the columns of narrower rows. ``tables`` are those of
+        this object, now or at an earlier time.
         """
-        out, unknown = np.empty((len(samples), *self._shape), np.float32), 0
+        out = np.empty((len(samples), *self._shape), np.float32)
         all_ids = samples.ids.numpy()
         for (columns, singles, bags), own in zip(self._of_width, tables, strict=True):
             ids = all_ids if len(columns) == all_ids.shape[1] else all_ids[:, columns]
             ids = np.ascontiguousarray(ids, np.int64)  # of one type, as each takes seconds to compile for
-            unknown += gather(ids, singles, own, out)
+            gather(ids, singles, own, out, unknown)
             for number, field in bags:
                 values = samples.bags[field.name]
                 weights = NO_WEIGHTS if values.weights is None else values.weights.numpy()
                 ids, offsets = values.values.numpy().astype(np.int64, copy=False), values.offsets.numpy()
                 shared = self._number[field.vocabulary]
                 bag = Bag(shared, number, field.max_length, ids, offsets, weights, field.pooling == "mean")
-                unknown += gather_bag(bag, own, out)
-        return torch.from_numpy(out), unknown
+                gather_bag(bag, own, out, unknown)
+        return torch.from_numpy(out)
 
     def load(self, ids: Ids, fields: Ids, rows: Tensor, scale: Tensor | None = None) -> None:
         """Sets rows before there are lookups; for the arguments see `RowChange`.

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 BATCH = 1024
 """Samples computed together at most, unless a single request may have more."""
 
-_MANY_SAMPLES = 256
+_MANY_SAMPLES, _FIRST_SAMPLES = 256, 100
 _NOT_FINITE = "the prediction is not a finite number; correct the numbers of the sample, some are too large"
 
 Result = float | dict[str, float] | str
@@ -99,7 +99,7 @@ class Service:
         if max_age is not None and not (follow and max_age > 0):
             raise UserError(f"--max-age must be above 0 seconds and needs --follow, got {max_age}")
         self.limits, self._max_age = limits or Limits(), max_age
-        self.metrics, self._unknown_ids = ServiceMetrics(self._values), 0
+        self.metrics, self._predicted = ServiceMetrics(self._values, self._unknown_ids), 0
         self.loaded = False
         self.failure: Exception | None = None
         self._export_dir = export_dir
@@ -114,7 +114,7 @@ class Service:
             self._codec = SampleCodec.load(self._export_dir)
             for samples in (1, 1, _MANY_SAMPLES):  # few are encoded and computed in another way than many
                 self._computed([RequestSample(dict.fromkeys(self._codec.columns))] * samples)
-            self._unknown_ids = self._model.unknown_ids
+            self._model.unknown_ids[:] = 0
             # What is loaded is never garbage; looking through it again and again would stop requests for 0.3 s each.
             gc.collect()
             gc.freeze()
@@ -173,9 +173,21 @@ class Service:
         if predicted:
             self.metrics.predictions.inc(predicted)
             self.metrics.batch_samples.observe(predicted)
-            unknown, self._unknown_ids = self._unknown_ids, self._model.unknown_ids
-            self.metrics.unknown_ids.inc(self._unknown_ids - unknown)
+            before, self._predicted = self._predicted, self._predicted + predicted
+            if before < _FIRST_SAMPLES <= self._predicted:
+                self._tell_unknown()
         return answers
+
+    def _tell_unknown(self) -> None:
+        """Warns once of fields whose ids are mostly unknown, as where requests write them in another way."""
+        unknown = self._model.unknown_by_field()
+        if often := [f"{field} {count:,}" for field, count in unknown.items() if 2 * count > self._predicted]:
+            logger.warning(
+                "the first %s samples have ids that training did not have: %s; check that requests write them as the"
+                " training data did",
+                f"{self._predicted:,}",
+                ", ".join(often),
+            )
 
     def _computed(self, samples: Sequence[RequestSample]) -> Sequence[Answer]:
         version = self._model.state.version
@@ -205,6 +217,9 @@ class Service:
         if age <= self._max_age:
             return ""
         return f"the newest version was published {age:.0f} seconds ago, --max-age is {self._max_age:g}"
+
+    def _unknown_ids(self) -> dict[str, int]:
+        return self._model.unknown_by_field() if self.loaded else {}
 
     def _values(self) -> dict[str, float]:
         """Values of metrics.py's GAUGES and COUNTERS."""

@@ -33,7 +33,7 @@ from cowrec.trainer.export.manifest import Manifest, fingerprint
 from cowrec.trainer.publishing.blob import Change, TableChange
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
-from cowrec.trainer.serving.request_samples import Rejected, samples_of
+from cowrec.trainer.serving.request_samples import Rejected, RequestSample, samples_of
 from cowrec.trainer.serving.service import Late, Limits, MicroBatcher, Service
 from refusal import refused
 from run_comparison import wait_for
@@ -216,13 +216,27 @@ def test_metrics(server: Client) -> None:
         return after[name] - before.get(name, 0.0)
 
     assert grown("cowrec_predictions_total") == grown("cowrec_batch_samples_sum") == 3
-    assert grown("cowrec_unknown_ids_total") == 1
+    assert [grown(f"cowrec_unknown_ids_total{{field={field}}}") for field in ("city", "tags", "history")] == [1, 0, 0]
     for reason in ("bad_json", "bad_sample"):
         assert grown(f"cowrec_rejected_requests_total{{reason={reason}}}") == 1
     for status in (200, 400):
         assert grown(f"cowrec_request_seconds_count{{route=/predict,status={status}}}") == 2
     assert (after["cowrec_model_step"], after["cowrec_model_version"], after["cowrec_following"]) == (5, 0, 0)
     assert np.isnan(after["cowrec_model_age_seconds"])  # its samples have no time
+
+
+def test_fields_whose_ids_are_mostly_unknown_are_told_once(folder: Path, caplog: Any) -> None:
+    """A client writes the ids of one field in another way; the ids of another are new now and then."""
+    service = Service(folder / "export")
+    service.load()
+    try:
+        for number in range(11):
+            sample = {**GOOD, "city": f"CITY{number}", "tags": "new" if number < 4 else "t1"}
+            service.compute([RequestSample(sample)] * 20)
+    finally:
+        service.close()
+    (line,) = [each for each in caplog.messages if "training did not have" in each]
+    assert line.startswith("the first 100 samples have ids that training did not have: city 100, tags 80; check")
 
 
 def test_sigterm_lets_requests_in_progress_finish(folder: Path) -> None:
