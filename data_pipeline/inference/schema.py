@@ -3,13 +3,16 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from cowrec.errors import UserError
+from cowrec.names import hint
 
 from ..dataset.schema import (
     BUCKET_SUFFIX,
@@ -137,23 +140,26 @@ class InferredSchema:
         return f"{_comment(repr(column))}: {entry.comment}"
 
 
-def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> InferredSchema:
+def infer_schema(path: str | os.PathLike[str], *, label: str = "", positive: Sequence[str] = ()) -> InferredSchema:
     """Guesses the columns of a raw file from its first rows.
 
     Args:
         path: text or JSON lines, plain or compressed, Parquet or Arrow.
         label: column of the label; by default one of two values, by its name if there are several.
+        positive: values of that column that are positive, where it is not known which ones are.
 
     Raises:
         ValueError: the file cannot be read, has no such column, or no column looks like a label or a field.
     """
+    if positive and not label:
+        raise UserError(f"positive = {[*positive]} needs the label whose values these are; name its column (--label)")
     sample = read_sample(path, label)
     place = os.fspath(path)
     if not sample.rows:
         raise UserError(f"input file {place} has no samples")
     guesses = _guesses(sample)
     repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
-    found = _Labels(guesses, sample.scope, repeated, place + _WITHOUT_HEADER * (not sample.header)).of(label)
+    found = _Labels(guesses, sample.scope, repeated, place + _WITHOUT_HEADER * (not sample.header)).of(label, positive)
     of_label = found.columns
     guesses = _without_leaks(guesses, sample, found)
     times = [name for name, guess in guesses.items() if guess.is_time and name not in of_label]
@@ -260,8 +266,8 @@ class _Labels:
     repeated: Sequence[str]
     place: str
 
-    def of(self, asked: str) -> FoundLabel:
-        """Returns the label that is asked for, or the likeliest one."""
+    def of(self, asked: str, positive: Sequence[str] = ()) -> FoundLabel:
+        """Returns the label that is asked for, with its positive values if given, or the likeliest one."""
         if asked in self.repeated:
             raise UserError(f"{self.place}: several columns are called {asked!r}; rename all but the label's")
         if asked and asked not in self.guesses:
@@ -284,7 +290,7 @@ class _Labels:
             raise UserError(self._none_found(two))
         chosen = asked or candidates[0]
         column = columns[chosen]
-        rule = label_rule(column, partial=bool(self.scope))
+        rule = _rule_of(column, positive) if positive else label_rule(column, partial=bool(self.scope))
         if rule is None:
             raise UserError(f"column {chosen!r} cannot be the label: {self._problem(column)}")
         others = [name for name in dict.fromkeys([*named, *complete]) if name != chosen]
@@ -325,9 +331,29 @@ class _Labels:
 
     def _problem(self, column: Column) -> str:
         if column.count > 1:
-            return "its values are neither two nor all numbers"
+            texts = [text for text, _ in column.counts.most_common(8)]
+            shown = ", ".join(map(repr, texts)) + ", ..." * (column.count > len(texts))
+            likely = next((text for text in texts if text.strip().lower() in POSITIVE), texts[-1])
+            return (
+                f"its values are neither two nor all numbers: {shown}; say which are positive, as in --positive"
+                f" {shlex.quote(likely)}, which may be repeated"
+            )
         remedy = "; shuffle the rows, or write the schema file by hand" if self.scope else ""
         return f"it has {('no value', 'one value')[column.count]}{self.scope}{remedy}"
+
+
+def _rule_of(column: Column, positive: Sequence[str]) -> Entry:
+    """Returns the rule of positive values that are given. Raises ValueError if a value, or any other, has no row."""
+    texts = pa.array(column.distinct, pa.string())
+    for each in positive:
+        if not np.nansum(RawLabel(positive=(each,)).values(texts)[0]):
+            frequent = [text for text, _ in column.counts.most_common(20)]
+            raise UserError(f"column {column.name!r} has no row whose value is {each!r}; {hint(each, frequent)}")
+    others = texts.filter(pa.array(RawLabel(positive=tuple(positive)).values(texts)[0] == 0)).to_pylist()
+    if not others:
+        raise UserError(f"column {column.name!r} has no value besides the positive ones; name fewer of them")
+    shown = ", ".join(map(repr, others[:8])) + ", ..." * (len(others) > 8)
+    return Entry({"positive": [*positive]}, (Remark(f"the others are negative: {shown}"),))
 
 
 def _is_denial(name: str, columns: Iterable[str]) -> bool:

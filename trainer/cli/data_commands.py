@@ -9,7 +9,17 @@ import typer
 
 from cowrec.errors import UserError
 
-from .flags import RAW_FILES, InputsCommand, Keep, count_flag, kept_columns, output_flag, prepare_config, progress_bar
+from .flags import (
+    RAW_FILES,
+    InputsCommand,
+    Keep,
+    PositiveValues,
+    count_flag,
+    kept_columns,
+    output_flag,
+    prepare_config,
+    progress_bar,
+)
 
 app = typer.Typer()
 schema = typer.Typer(no_args_is_help=True, help="Describes the columns of raw files, for `prepare tabular --schema`.")
@@ -41,6 +51,7 @@ def infer(
     file: Annotated[str, typer.Argument(help="Raw file: text or JSON lines, plain or compressed; Parquet; Arrow.")],
     output: Annotated[Path | None, output_flag("TOML file to write; it must not exist. [stdout]")] = None,
     label: Annotated[str, typer.Option(help="Column of the label. [one of two values]")] = "",
+    positive: PositiveValues = None,
 ) -> None:
     """Writes a commented schema file from the first rows of a raw file, and says in it what is unsure.
 
@@ -53,7 +64,7 @@ def infer(
 
     if output is not None:
         require_target(output, new=True)
-    found = infer_schema(file, label=label)
+    found = infer_schema(file, label=label, positive=positive or ())
     if output is None:
         print(found.text, end="")
         return

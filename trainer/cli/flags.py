@@ -107,6 +107,10 @@ def kept_columns(keep: Sequence[str] | None) -> list[str]:
     return [column for each in keep or () for column in parse_list(each)]
 
 
+PositiveValues = Annotated[
+    list[str] | None,
+    typer.Option("--positive", help="Value of the label that is positive, of several words; repeatable."),
+]
 RunToml = Annotated[Path, typer.Argument(help="The run's TOML file.")]
 TrainData = Annotated[
     str | None, typer.Option(help="Prepared data set: a path or s3://BUCKET/DATA. [data.dir of the TOML file]")

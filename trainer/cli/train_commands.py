@@ -15,6 +15,7 @@ from .flags import (
     LogForm,
     NewRunDir,
     Overrides,
+    PositiveValues,
     Resume,
     RunToml,
     TrainData,
@@ -91,6 +92,7 @@ def _summary(report: dict[str, Any], folder: str | Path) -> str:
 def fit(
     inputs: Annotated[list[str], typer.Argument(help=RAW_FILES)],
     label: Annotated[str, typer.Option(help="Column of the label. [the one that looks like it]")] = "",
+    positive: PositiveValues = None,
     schema_file: Annotated[
         Path | None,
         typer.Option("--schema", help="TOML file that describes the columns, such as RUN/data.toml, corrected."),
@@ -119,7 +121,7 @@ def fit(
     loaded = load_config(config, overrides or ())
     folder = run_dir or new_run_dir(Path(Path(inputs[0]).name.partition(".")[0]), resume=False)
     with progress_bar(work_bytes(inputs, config=loaded.prepare), "B", "prepare") as progress:
-        model = fit_files(inputs, folder, label, loaded, schema_file, progress=progress)
+        model = fit_files(inputs, folder, label, loaded, schema_file, positive=positive or (), progress=progress)
     print(f"{model.data_dir}: {prepared_summary(model.schema)}\n{_summary(model.report, folder)}")
 
 

@@ -131,6 +131,7 @@ def fit(
     *,
     run_dir: Place,
     label: Hashable = "",
+    positive: Sequence[Any] = (),
     config: RunConfig | None = None,
     overrides: Sequence[str] = (),
     schema_file: Place | None = None,
@@ -145,6 +146,7 @@ def fit(
         run_dir: a new or empty local folder. ``data.parquet`` there is the table, ``data.toml`` its schema file, and
             ``data`` the prepared data.
         label: column of the label, of two values or of numbers; by default the one that looks like it.
+        positive: values of the label that are positive, where it is not known which ones are.
         config: of the run, ``[prepare]`` included; by default the defaults.
         overrides: values of the configuration as text, such as ``["train.batch_size=4K"]``.
         schema_file: a corrected ``data.toml``, which is then used, in place of ``label``.
@@ -159,7 +161,7 @@ def fit(
     arrow = _as_arrow(table)
     folder.mkdir(parents=True, exist_ok=True)
     raw = _written(arrow, folder / f"{FITTED}.parquet")
-    return fit_files([raw], folder, str(label), config, schema_file, data_dir)
+    return fit_files([raw], folder, str(label), config, schema_file, data_dir, positive=[*map(str, positive)])
 
 
 def fit_files(
@@ -169,20 +171,24 @@ def fit_files(
     config: RunConfig | None = None,
     schema_file: Place | None = None,
     data_dir: Place | None = None,
+    *,
+    positive: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> FittedModel:
     """Trains on raw files, as :func:`fit` on its table; the first file is described.
 
     Args:
         inputs, progress: as of ``cowrec.data_pipeline.prepare``.
-        run_dir, label, config, schema_file, data_dir: as of :func:`fit`.
+        run_dir, label, config, schema_file, data_dir, positive: as of :func:`fit`.
 
     Raises:
         ValueError: see :func:`fit`.
     """
     config, folder = _checked(run_dir, config, (), label, schema_file)
+    if schema_file is not None and positive:
+        raise UserError(f"positive = {[*positive]} and schema_file exclude each other: the file names these values")
     if schema_file is None:
-        found = infer_schema(find_inputs([os.fspath(each) for each in inputs])[0], label=label)
+        found = infer_schema(find_inputs([os.fspath(each) for each in inputs])[0], label=label, positive=positive)
         schema_file = folder / f"{FITTED}.toml"
         folder.mkdir(parents=True, exist_ok=True)
         schema_file.write_text(found.text, encoding="utf-8")

@@ -591,3 +591,20 @@ def test_several_columns_that_are_as_likely_are_no_label(tmp_path: Path) -> None
     message = "several columns could be the label: 'is_canceled', 'is_repeated_guest'; name it with --label"
     refused(message, infer_schema, tmp_path / "raw.csv")
     assert inferred(tmp_path / "raw.csv", "is_canceled")[1].labels[0].positive == ("Yes",)
+
+
+def test_of_several_words_the_positive_ones_are_named(tmp_path: Path) -> None:
+    rows = [f"u{n % 3},{['pv', 'pv', 'cart', 'buy'][n % 4]}" for n in range(60)]
+    (tmp_path / "raw.csv").write_text("\n".join(["user,action", *rows]))
+    raw = tmp_path / "raw.csv"
+    message = (
+        "its values are neither two nor all numbers: 'pv', 'cart', 'buy'; say which are positive, as in --positive buy"
+    )
+    refused(message, infer_schema, raw, label="action")
+    text = infer_schema(raw, label="action", positive=["buy", "cart"]).text
+    assert 'positive = ["buy", "cart"]  # the others are negative: \'pv\'\n' in text
+    (tmp_path / "columns.toml").write_text(text)
+    assert load_schema_file(tmp_path / "columns.toml").labels[0].positive == ("buy", "cart")
+    refused("no row whose value is 'bye'; did you mean 'buy'", infer_schema, raw, label="action", positive=["bye"])
+    refused("no value besides the positive ones", infer_schema, raw, label="action", positive=["buy", "pv", "cart"])
+    refused("needs the label", infer_schema, raw, positive=["buy"])
