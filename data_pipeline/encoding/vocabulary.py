@@ -86,6 +86,11 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self._table)
 
+    @property
+    def values(self) -> pa.Array:
+        """The ids, large strings [U]."""
+        return self._table.strings()
+
     def rows(self, text: pa.Array) -> np.ndarray:
         """Looks up embedding rows of strings, int32 [R]; empty strings are missing, unknown ones out of vocabulary."""
         return self.rows_of_hashed(string_hashes(text), *string_buffers(text))

@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..raw.brackets import items_of, weights_of
 from ..raw.layouts import RawKind
+from ..raw.lists import BLANKS
 from ..raw.values import EXACT_INTEGERS, LOOKS_MISSING, NUMBER_PATTERN
 from .names import AMOUNT_NAME, ID_NAME, TIME_NAME, WEIGHT_NAMES
 from .times import TimeForm, form_of
 
 SEPARATORS = "|;,^ "
-SPACED = (", ", "; ")
+BRACKETS = ("[]", "{}", "()")
+KINDS_IN_BRACKETS: Mapping[RawKind, Callable[[str], Any]] = {"weighted": weights_of, "multi": items_of}
 FEW_VALUES = 20
 """An integer column with at most so many distinct numbers is probably one of codes."""
 MOST_MISSING = 0.05
@@ -46,13 +49,12 @@ def unsure(text: str) -> Remark:
 
 
 class JoinedList(NamedTuple):
-    """How values that are lists are joined: keys of the field, distinct parts, and one of them."""
+    """How values that are lists are written: keys of the field, and the number of distinct parts."""
 
     kind: RawKind
-    keys: dict[str, str]
+    keys: dict[str, Any]
     parts: int
     gain: float
-    spaced_part: str = ""
 
 
 @dataclass(frozen=True)
@@ -167,20 +169,31 @@ class Column:
     @cached_property
     def joined(self) -> JoinedList | None:
         """How the values are joined, if they are lists, by the separator that leaves the fewest distinct parts."""
-        spaced = [each for each in SPACED if all(text.count(each) == text.count(each[0]) for text in self.distinct)]
-        for separators in (spaced, SEPARATORS):
-            if found := [each for each in map(self._joined_by, separators) if each]:
-                return max(found, key=lambda each: each.gain)
-        return None
+        found = [each for each in map(self._joined_by, SEPARATORS) if each]
+        return max(found, key=lambda each: each.gain) if found else None
 
     @property
-    def joined_keys(self) -> Mapping[str, str]:
+    def joined_keys(self) -> Mapping[str, Any]:
         """Keys of a field of such lists."""
         return self.joined.keys if self.joined else {}
 
+    @cached_property
+    def bracketed(self) -> JoinedList | None:
+        """How the values are lists or weights in brackets, if they are."""
+        if not self.known or not all(text.strip()[:1] + text.strip()[-1:] in BRACKETS for text in self.distinct):
+            return None
+        for kind, read in KINDS_IN_BRACKETS.items():
+            try:
+                parts = {item for text in self.distinct for item in read(text)}
+            except ValueError:
+                continue
+            if parts:
+                return JoinedList(kind, {"brackets": True}, len(parts), 1.0)
+        return None
+
     def _joined_by(self, separator: str) -> JoinedList | None:
         several = sum(separator in text for text in self.known)
-        parts = Counter(part for text in self.known for part in text.split(separator))
+        parts = Counter(part.strip(BLANKS) for text in self.known for part in text.split(separator))
         if several < 0.2 * len(self.known) or not all(parts):
             return None
         for weight_separator in ":=":
@@ -192,8 +205,7 @@ class Column:
                 return JoinedList("weighted", keys, len(ids), len(self.distinct) / len(ids))
         if len(parts) > 0.5 * len(self.distinct):
             return None
-        odd = next((part for part in parts if part != part.strip()), "")
-        return JoinedList("multi", {"separator": separator}, len(parts), len(self.distinct) / len(parts), odd)
+        return JoinedList("multi", {"separator": separator}, len(parts), len(self.distinct) / len(parts))
 
     @cached_property
     def time_form(self) -> TimeForm | None:
@@ -221,7 +233,7 @@ class Rule:
     kind: RawKind | str
     why: str
     unsure: bool = False
-    keys: Callable[[Column], Mapping[str, str]] = field(default=lambda _: {})
+    keys: Callable[[Column], Mapping[str, Any]] = field(default=lambda _: {})
     also_ids: bool = False
 
 
@@ -263,6 +275,10 @@ RULES = (
     Rule("other notation", lambda c: c.odd_numbers, "",
          "seem to be numbers, but {c.odd_numbers[0]!r} is not read as one; write them as 1234.5 in the file",
          unsure=True),
+    Rule("weights in brackets", lambda c: c.bracketed and c.bracketed.kind == "weighted", "weighted",
+         "{c.bracketed.parts} different ids with numbers", keys=lambda _: {"brackets": True}),
+    Rule("lists in brackets", lambda c: c.bracketed, "multi", "lists of {c.bracketed.parts} different ids",
+         keys=lambda _: {"brackets": True}),
     Rule("joined weights", lambda c: c.joined and c.joined.kind == "weighted", "weighted",
          "{c.joined.parts} different ids with numbers", keys=lambda c: c.joined_keys),
     Rule("joined lists", lambda c: c.joined, "multi", "{c.joined.parts} different parts in {c.count} values",
@@ -287,7 +303,8 @@ class RemarkRule(NamedTuple):
 
 
 def _has_brackets(c: Column, rule: Rule) -> bool:
-    return bool(rule.kind and not c.said and c.count and all(text[0] + text[-1] == "[]" for text in c.distinct))
+    known = c.count and not c.said and not c.bracketed
+    return bool(rule.kind and known and all(text[0] + text[-1] in BRACKETS for text in c.distinct))
 
 
 def _has_pointed_ids(c: Column, rule: Rule) -> bool:
@@ -300,8 +317,6 @@ def _has_unread_dates(c: Column, rule: Rule) -> bool:
 
 
 REMARKS = (
-    RemarkRule("blanks", lambda c, rule: rule.name == "joined lists" and c.joined and c.joined.spaced_part,
-               "blanks become part of the ids, as in {c.joined.spaced_part!r}"),
     RemarkRule("order", lambda _, rule: rule.kind == "multi",
                'a history, the oldest first: kind = "sequence", max_length = 50', unsure=False),
     RemarkRule("brackets", _has_brackets,
@@ -332,7 +347,7 @@ class Guess:
     column: Column
     rule: str
     kind: str
-    keys: Mapping[str, str]
+    keys: Mapping[str, Any]
     remarks: tuple[Remark, ...]
     also_ids: bool
     is_time: bool

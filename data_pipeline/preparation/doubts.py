@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..dataset.schema import OUT_OF_VOCABULARY, WINDOW_ROWS
+from ..dataset.schema import OUT_OF_VOCABULARY, RESERVED_ROWS, WINDOW_ROWS
 from ..dataset.shards import ShardSize
 from ..encoding.encoder import Encoder, flat, texts_of
 from ..encoding.numbers import count_bounded
@@ -125,6 +125,20 @@ def report_markers(vocabularies: Mapping[str, Vocabulary]) -> None:
             logger.warning(
                 "field %r has the ids %s; if they mean a missing value, set null = %s in the schema file",
                 name, ", ".join(found), json.dumps(found),
+            )  # fmt: skip
+
+
+def report_blanks(vocabularies: Mapping[str, Vocabulary]) -> None:
+    """Warns of ids that differ from others by spaces at their ends only."""
+    for name, vocabulary in vocabularies.items():
+        values = vocabulary.values
+        spaced = values.filter(pc.or_(pc.starts_with(values, " "), pc.ends_with(values, " ")))
+        twice = spaced.filter(pa.array(vocabulary.rows(pc.utf8_trim(spaced, " ")) >= RESERVED_ROWS))
+        if len(twice):
+            logger.warning(
+                "field %r: %s of its ids differ from others by spaces at their ends only, such as %r; remove such"
+                " spaces in the files if the ids are the same",
+                name, f"{len(twice):,}", twice[0].as_py(),
             )  # fmt: skip
 
 

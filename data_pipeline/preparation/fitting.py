@@ -22,7 +22,7 @@ from ..raw.inputs import Block, Partition, Report
 from ..raw.layouts import Layout, RawField
 from ..raw.parsing import parse
 from .config import PrepareConfig
-from .doubts import report_markers
+from .doubts import report_blanks, report_markers
 from .engines import Engine
 from .splits import TRAIN, SplitRule, TimeOrder
 
@@ -95,6 +95,7 @@ def fit(
     }
     if layout.name == "tabular":
         report_markers(vocabularies)
+        report_blanks(vocabularies)
     return Encoder(dense, tuple(_sized(each, vocabularies, config) for each in sparse), vocabularies)
 
 

@@ -287,11 +287,13 @@ class ValueType:
     Attributes:
         separator, weight_separator: of lists and weights that are given as text.
         null: texts that mean a missing value.
+        brackets: True if these are in brackets instead.
     """
 
     separator: str = ""
     weight_separator: str = ""
     null: tuple[str, ...] = ()
+    brackets: bool = False
 
     @cached_property
     def null_numbers(self) -> list[float]:

@@ -26,7 +26,7 @@ class Kind(NamedTuple):
 
     Attributes:
         canonical: Arrow type of canonical values.
-        rule: what a value must be; {0} is the separator, {1} that of weights.
+        rule: what a value must be; {0} is the form of text.
         value: converts a single value that is not None. Raises WrongValue.
     """
 
@@ -42,13 +42,13 @@ KINDS: Mapping[ValueKind, Kind] = {
     "id": Kind(pa.string(), "must be a string, a number, true, false or null", id_value),
     "ids": Kind(
         pa.list_(pa.string()),
-        "must be a list of strings, numbers or nulls, its text joined by {0!r}, or null",
+        "must be a list of strings, numbers or nulls, its text {0}, or null",
         ids_value,
     ),
     "weighted": Kind(
         pa.list_(PAIR),
         'must be a list of {{"id": string or number, "weight": number}}, an object of weights by id, text'
-        " (id{1}weight, by {0!r}) or null",
+        " ({0}) or null",
         pairs_value,
     ),
 }
@@ -75,7 +75,7 @@ class RawType:
         """Returns the type of a raw field's column."""
         return RawType(
             "time" if field.part else OF_FIELDS[field.kind],
-            ValueType(field.separator, field.weight_separator, field.null),
+            ValueType(field.separator, field.weight_separator, field.null, field.brackets),
         )
 
     @staticmethod
@@ -98,7 +98,8 @@ class RawType:
         if value is None or value == []:
             return None
         if isinstance(value, str):
-            return self.arrow if kind in ("ids", "weighted") and not self.values.separator else pa.string()
+            is_joined = self.values.separator or self.values.brackets
+            return self.arrow if kind in ("ids", "weighted") and not is_joined else pa.string()
         if kind == "label":
             return pa.bool_() if isinstance(value, bool) else pa.int64() if isinstance(value, int) else pa.float64()
         if kind == "id" and isinstance(value, int):
@@ -112,7 +113,10 @@ class RawType:
     @property
     def rule(self) -> str:
         """What a value must be."""
-        return KINDS[self.kind].rule.format(self.values.separator, self.values.weight_separator)
+        of_text = "in brackets" if self.values.brackets else f"by {self.values.separator!r}"
+        if self.kind == "weighted" and not self.values.brackets:
+            of_text = f"id{self.values.weight_separator}weight, {of_text}"
+        return KINDS[self.kind].rule.format(of_text)
 
     def canonical_value(self, value: Any) -> Any:
         """Converts a value to a float (or the text of a time), a string, a list of strings or of {id, weight}, or None.
@@ -151,7 +155,7 @@ def column_types(layout: Layout) -> dict[str, RawType]:
     times = RawType("id" if layout.time and layout.time.format else "time")
     others = {layout.weight: RawType("number")} | dict.fromkeys(layout.keep, RawType("id"))
     others |= dict.fromkeys(layout.time_columns, times)
-    others |= {label.column: RawType("label") for label in layout.labels}
+    others |= {column: RawType("label") for label in layout.labels for column in label.columns}
     types = others | of_fields
     return {name: types[name] for name in layout.used_columns}
 

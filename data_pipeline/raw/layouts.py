@@ -146,7 +146,8 @@ class RawField:
             (the same, oldest first, whose order counts) or "weighted" (a list of {id, weight} or a map from id to
             weight, or the joined text, each id followed by `weight_separator` and its weight).
         column: raw column; the name by default.
-        separator, weight_separator: for list kinds, where the column is text.
+        separator, weight_separator: for list kinds, where the column is text; items are trimmed.
+        brackets: True for list kinds whose text is a list in brackets, see `brackets`, in place of the separators.
         pooling: "sum" or "mean", for multi and weighted only; "mean" by default for multi, always "sum" for weighted.
         null: texts that mean a missing value, as the empty text always does: whole values, and the ids of lists. In
             numeric fields, a number means that number in any notation. By default those of the file.
@@ -167,6 +168,7 @@ class RawField:
     column: str = ""
     separator: str = ""
     weight_separator: str = ""
+    brackets: bool = False
     pooling: Pooling | Literal[""] = ""
     null: tuple[str, ...] = ()
     transform: DenseTransform | Literal[""] = ""
@@ -190,6 +192,8 @@ class RawField:
         is_list, weighted = self.kind in ("multi", "sequence", "weighted"), self.kind == "weighted"
         if self.separator and not is_list:
             raise UserError(f"{where}: separator is for list kinds only")
+        if self.brackets and (not is_list or self.separator or self.weight_separator):
+            raise UserError(f"{where}: brackets is for list kinds only, and takes the place of separators")
         if self.weight_separator and not weighted:
             raise UserError(f"{where}: weight_separator is for the kind weighted only")
         if weighted and self.separator and self.separator == self.weight_separator:
@@ -475,7 +479,9 @@ AVAZU = Layout(
 
 
 _FIELD_TYPES = {
-    each.name: {"null": tuple, "min_count": int, "max_ids": int, "max_length": int, "age": bool}.get(each.name, str)
+    each.name: {"null": tuple, "min_count": int, "max_ids": int, "max_length": int, "age": bool, "brackets": bool}.get(
+        each.name, str
+    )
     for each in dataclasses.fields(RawField)
 }
 """Types of the keys of a field in TOML; a tuple stands for a list of strings or numbers."""
@@ -510,6 +516,7 @@ def load_schema_file(path: str | os.PathLike[str]) -> Layout:
         column = "movie genres"          # by default the name
         separator = "|"                  # multi, sequence and weighted, where the column is text
         weight_separator = ":"           # weighted, where the column is text
+        brackets = true                  # instead of separators: text such as ["a", "b"], ['a', 'b'], {a,b}, {"a": 0.5}
         pooling = "mean"                 # multi: mean (default) or sum
         null = ["-1"]                    # for this field instead of the file's
         transform = "log"                # numeric: quantile (default), minmax, log, buckets or none

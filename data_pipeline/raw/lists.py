@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from cowrec.errors import UserError
 
+from .brackets import items_of, weights_of
 from .columns import (
     MAX_WEIGHT,
     UNMARKED,
@@ -38,6 +39,8 @@ from .values import (
     without_nan,
 )
 
+BLANKS = " \t"
+"""What is removed from the ends of items of text."""
 PAIR = pa.struct([("id", pa.string()), ("weight", pa.float64())])
 """An item of a weighted list."""
 
@@ -82,16 +85,18 @@ class ListColumns:
         column = self._columns.arrays[name]
         if pa.types.is_null(column.type):
             column = column.cast(pa.list_(PAIR if field.kind == "weighted" else pa.null()))
-        joined = is_text(column.type)
+        joined = is_text(column.type) and not field.brackets
         if joined and not field.separator:
-            raise UserError(f"column {name!r} is text, so field {field.name!r} needs a separator")
+            raise UserError(f"column {name!r} is text, so field {field.name!r} needs a separator, or brackets = true")
         if joined:
             column = pc.split_pattern(column.cast(pa.string()).fill_null(""), field.separator)
+        elif is_text(column.type):
+            column = self._without_brackets(column.cast(pa.string()).fill_null(""), field)
         if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
             raise wrong_type(name, column.type, "lists or their joined text")
         lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
         offsets, items = np.r_[0, np.cumsum(lengths, dtype=np.int64)], plain_array(column.flatten())
-        items = without_nan(items, field.null)
+        items = pc.utf8_trim(items, BLANKS) if joined else without_nan(items, field.null)
         if field.age:
             assert self._time is not None, "a layout with ages has times"
             ids, wrong = _ages(items, np.repeat(self._time, lengths), field)
@@ -114,6 +119,21 @@ class ListColumns:
             )
             weights = np.where(large, 0.0, weights).astype(np.float32)
         return _Items(offsets, items, without_markers(ids.fill_null(""), field.null), weights)
+
+    def _without_brackets(self, text: pa.Array, field: RawField) -> pa.Array:
+        """Returns the lists of text [R] in brackets, of which many may be alike; others are wrong."""
+        kind, weighted = ValueType(null=field.null, brackets=True), field.kind == "weighted"
+        coded, lists, wrong = text.dictionary_encode(), list[list[Any]](), list[bool]()
+        for each in coded.dictionary.to_pylist():
+            try:
+                lists.append(pairs_value(each, kind) if weighted else ids_value(each, kind))
+                wrong.append(False)
+            except ValueError:
+                lists.append([])
+                wrong.append(True)
+        rule = f"must be {'weights' if weighted else 'a list'} in brackets"
+        self._columns.fail(np.array(wrong, bool)[mask(coded.indices)], field.column, text, rule)
+        return pa.array(lists, pa.list_(PAIR if weighted else pa.string())).take(coded.indices)
 
     def _last(self, field: RawField, found: "_Items", nothing: np.ndarray) -> pa.ListArray:
         """Returns the last ids of each list; none of a list of one that is `nothing`, as empty text becomes.
@@ -253,7 +273,9 @@ class _Items:
 def ids_value(value: Any, kind: ValueType) -> list[str | None]:
     """Items as text, markers of missing values too, as those of a history depend on what goes along with it."""
     if isinstance(value, str) and kind.separator:
-        return list(text_value(value, kind).split(kind.separator))
+        return [each.strip(BLANKS) for each in text_value(value, kind).split(kind.separator)]
+    if isinstance(value, str) and kind.brackets:
+        value = [] if not value or value in kind.null else items_of(text_value(value, kind))
     if not isinstance(value, list):
         raise WrongValue
     ids = iter(id_values([each for each in value if each is not None], kind))
@@ -262,7 +284,9 @@ def ids_value(value: Any, kind: ValueType) -> list[str | None]:
 
 def pairs_value(value: Any, kind: ValueType) -> list[dict[str, Any]]:
     if isinstance(value, str) and kind.separator and kind.weight_separator:
-        return [_pair_of_text(each, kind) for each in text_value(value, kind).split(kind.separator)]
+        return [_pair_of_text(each.strip(BLANKS), kind) for each in text_value(value, kind).split(kind.separator)]
+    if isinstance(value, str) and kind.brackets:
+        value = {} if not value or value in kind.null else weights_of(text_value(value, kind))
     if isinstance(value, dict) and value.keys() != {"id", "weight"}:  # which would be a pair outside of a list
         value = [{"id": name, "weight": weight} for name, weight in value.items()]
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
