@@ -1,6 +1,6 @@
 """Export of a trained model to files that suffice for predictions, without training data and without code in them.
 
-manifest.json describes the folder; see manifest.py.
+:mod:`.manifest` describes the folder.
 """
 
 import io
@@ -49,8 +49,7 @@ class TrainedTable:
         rows: float32 [n, P].
         ids: int64 [n], raw ids of the rows of a collisionless table, including the reserved rows 0 and 1; None for a
             table whose rows are numbered from 0.
-        feature: int64 [n] where several fields share a collisionless table: index in ``features`` of the field that a
-            row belongs to.
+        feature: int64 [n] where several fields share a collisionless table: index in ``features`` of each row's field.
     """
 
     name: str
@@ -61,13 +60,7 @@ class TrainedTable:
     hash_buckets: int = 0
 
 
-def export_run(
-    run_dir: Place,
-    output: Place,
-    precision: Precision = "float32",
-    *,
-    checkpoint: str = "",
-) -> Manifest:
+def export_run(run_dir: Place, output: Place, precision: Precision = "float32", *, checkpoint: str = "") -> Manifest:
     """Exports a run's model with the weights of a checkpoint, as :func:`evaluate_run` takes it, in one process.
 
     ``output`` is a path, or the URI of a folder in an object store, in which the manifest appears last.
@@ -101,19 +94,19 @@ def export_run(
 
 
 def rows_and_ids(spec: TableSpec, id_tables: IdTables, *, reserved: bool = True) -> Tensor:
-    """Rows of a collisionless table that belong to ids of this process, their ids, and the numbers of their features.
+    """Rows of a collisionless table that belong to ids of this process, their ids, and the numbers of their fields.
 
-    Int64 [3, n]; ``reserved`` begins with the reserved rows, whose ids are 0 and 1.
+    Int64 [3, n]; with ``reserved`` the reserved rows, whose ids are 0 and 1, come first.
     """
     entries, first = id_tables.entries(spec.name), np.arange(RESERVED_ROWS if reserved else 0)
     columns = ((first, entries.row), (first, entries.id), (np.zeros_like(first), entries.feature))
-    return torch.from_numpy(np.stack([np.concatenate(each) for each in columns]))
+    return torch.from_numpy(np.stack([np.concatenate(parts) for parts in columns]))
 
 
 def trained_table(spec: TableSpec, rows: Tensor, columns: Tensor | None = None) -> TrainedTable:
-    """Makes a table to export of all its rows, float32 [n, P].
+    """Makes a table to export of its rows, float32 [n, P].
 
-    Of a collisionless table they are those that belong to ids, with their ``columns`` of :func:`rows_and_ids`.
+    Rows of a collisionless table are those that belong to ids, with their ``columns`` of :func:`rows_and_ids`.
     """
     features, hashed = tuple(field.name for field in spec.fields), spec.ids.kind == "hash"
     if columns is None:
@@ -124,7 +117,7 @@ def trained_table(spec: TableSpec, rows: Tensor, columns: Tensor | None = None) 
 
 def dense_weights(model: nn.Module) -> dict[str, Tensor]:
     """Weights of a training model without its tables, by their names in ``build_network``'s module, on the CPU."""
-    return {name.partition("model.")[2]: each.detach().cpu() for name, each in dense_tensors(model).items()}
+    return {name.partition("model.")[2]: value.detach().cpu() for name, value in dense_tensors(model).items()}
 
 
 def write_export(
@@ -146,7 +139,6 @@ def write_export(
         vocabulary: folder with the vocabularies of fields; it need not exist.
         dense: the network's weights, from :func:`dense_weights`.
         tables: consumed one by one, so that only one has to be in memory.
-        step, sample_time: see :class:`Manifest`.
 
     Raises:
         ValueError: ``output`` is not empty, or a weight cannot be represented in the precision.
@@ -223,13 +215,13 @@ def _fields(schema: Schema) -> list[str]:
 
 
 def _with_lengths(rows: Tensor, schema: Schema) -> Tensor | tuple[Tensor, Tensor]:
-    """Rows [B, K, P] as networks take them: of sequences with lengths, which here are the largest ones."""
-    lengths = [each.max_length for each in schema.sequences.values()]
+    """Rows [B, K, P] as networks take them: of sequences with lengths, here the largest ones."""
+    lengths = [sequence.max_length for sequence in schema.sequences.values()]
     return (rows, torch.tensor(lengths).repeat(len(rows), 1)) if lengths else rows
 
 
 def _row_width(config: ModelConfig, schema: Schema) -> int:
-    """P of the network's input: stored width of the widest rows."""
+    """P of the widest rows."""
     return physical_dim(max(config.widths(_fields(schema))))
 
 

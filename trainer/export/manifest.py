@@ -1,7 +1,6 @@
 """Form of an export: its manifest, with a checksum of every other file, and its rows in float32, float16 or int8.
 
-manifest.json  schema.json  vocabulary/  dense.safetensors  network.pt2  tables/NAME.safetensors
-
+Its files are manifest.json, schema.json, vocabulary/, dense.safetensors, network.pt2 and tables/NAME.safetensors.
 Sizes: n rows, P stored width of a table.
 """
 
@@ -30,7 +29,6 @@ from cowrec.models import ModelConfig
 from ..runs.checkpoint_files import damage
 from ..runs.provenance import OwnCode
 
-FORMAT = 1
 Precision = Literal["float32", "float16", "int8"]
 _MAX_INT8 = 127  # symmetric: -128 is not used
 MANIFEST, DENSE, NETWORK, TABLES = "manifest.json", "dense.safetensors", "network.pt2", "tables"
@@ -64,8 +62,8 @@ class Manifest:
         step: training steps taken.
         sample_time: newest sample trained on, Unix seconds; None if samples have no time.
         files: size in bytes and SHA-256 of every other file, by its path in the folder.
-        versions: of the libraries that wrote the export.
-        code: of the network, if it is the user's own.
+        versions: versions of the libraries that wrote the export.
+        code: code of the network, if it is the user's own.
     """
 
     model: ModelConfig
@@ -77,10 +75,9 @@ class Manifest:
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     code: OwnCode | None = None
-    format: int = FORMAT
+    format: Literal[1] = 1
 
     def save(self, folder: Path) -> None:
-        """Writes the manifest. Raises OSError if the disk is full."""
         text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
         write_file(folder / MANIFEST, text.encode())
 
@@ -93,22 +90,15 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_bytes())
+            manifest = TypeAdapter(Manifest).validate_json(path.read_bytes(), strict=True)
         except FileNotFoundError:
             raise UserError(
                 f"{folder} is not an export: it has no {MANIFEST}; cowrec export RUN --output EXPORT makes one"
             ) from None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}); export the model again") from error
-        version = content.get("format") if isinstance(content, dict) else None
-        if version != FORMAT:
-            raise UserError(f"{path} has format {version!r}, but this cowrec reads {FORMAT}; export the model again")
-        try:
-            manifest = TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
-            raise UserError(f"{path} is invalid ({place}: {first['msg']}); export the model again") from error
+            raise UserError(f"{path} cannot be read ({place}: {first['msg']}); export the model again") from error
         if found := damage(folder, manifest.files):
             raise UserError(f"{folder} is damaged: {found}; export the model again")
         return manifest
@@ -117,23 +107,22 @@ class Manifest:
 def fingerprint(folder: Path, model: ModelConfig, tables: Mapping[str, TableManifest]) -> str:
     """Computes the SHA-256 of what weights mean: network, tables, and the data's fields, labels and vocabularies.
 
-    The folder is an export or a data set; its vocabularies are read. Of a table its fields count, and how an id finds
-    its row: as one of so many, or by what is stored with the row. Settings that change neither predictions nor the
-    weights' names and shapes, such as dropout, are not part of it.
+    The folder is an export or a data set. Of a table its fields count, and how an id finds its row. Settings that
+    change neither predictions nor the weights' names and shapes, such as dropout, are not part of it.
     """
     schema = Schema.load(folder)
-    names = [each.name for each in schema.sparse]
+    names = [field.name for field in schema.sparse]
     widths = dict(zip(names, model.widths(names), strict=True))
     network = dataclasses.replace(model, dropout=0.0, embedding_dims=widths)
     parts: list[Any] = [network, *schema.dense, *schema.sparse]
     found_by = {
-        name: (each.features, None if each.collisionless else each.rows) for name, each in sorted(tables.items())
+        name: (table.features, None if table.collisionless else table.rows) for name, table in sorted(tables.items())
     }
     text = json.dumps([*map(dataclasses.asdict, parts), schema.labels, schema.negative_fraction, found_by])
     # A number without a fraction is read back as an integer or as a float.
     digest = hashlib.sha256(json.dumps(json.loads(text, parse_int=float), sort_keys=True).encode())
-    for each in schema.sparse:
-        if (file := vocabulary_file(folder, each.name)).is_file():
+    for name in names:
+        if (file := vocabulary_file(folder, name)).is_file():
             offsets, data = string_buffers(one_array(pq.read_table(file, columns=["value"])["value"]))
             digest.update(np.diff(offsets).data)
             digest.update(data[offsets[0] : offsets[-1]].data)
@@ -143,10 +132,11 @@ def fingerprint(folder: Path, model: ModelConfig, tables: Mapping[str, TableMani
 def quantise(rows: Tensor, precision: Precision) -> dict[str, Tensor]:
     """Converts rows to the form in which they are stored.
 
+    Float16 rounds to nearest. Int8 stores ``round(row / scale)`` with ``scale = max |row| / 127``, so the error is at
+    most half a scale.
+
     Args:
         rows: float32 [n, P].
-        precision: int8 stores ``round(row / scale)`` with ``scale = max |row| / 127``, so the error is at most half a
-            scale; float16 rounds to nearest.
 
     Returns:
         ``rows`` [n, P] in that precision and, for int8, ``scale`` float32 [n], 0 for rows of zeros.

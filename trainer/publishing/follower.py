@@ -17,8 +17,6 @@ _PAUSE, _MAX_PAUSE = 1.0, 60.0
 """Seconds after a version that cannot be applied, before it is tried again; doubled each time."""
 _POLL_SECONDS = 0.2
 """Pause before a target that had nothing new is polled again."""
-_REREAD_SECONDS = 60.0
-"""Time after which blobs that were damaged are read again, as they may have been restored."""
 
 
 def decode_as(version: int, kind: Kind, content: bytes) -> Blob:
@@ -32,18 +30,13 @@ def decode_as(version: int, kind: Kind, content: bytes) -> Blob:
 class VersionReader:
     """Reads versions from a target, starting from the newest full one.
 
-    Args:
-        target: to read from.
-        after_poll: called after each look at the target.
-
     A delta that is missing, damaged or of another lineage is never skipped: reading continues with the newest full
-    version that is ahead, and waits until there is one.
+    version that is ahead, and waits until there is one. ``after_poll`` is called after each look at the target.
 
     Attributes:
         version, lineage: of the last version that was read; 0 and "" before the first.
-        damaged_because: the problem of the last blob whose bytes differ from what was published, since a version was
-            read.
-        is_empty: whether it answered the last poll and had no version.
+        damaged_because: why a blob was not readable, since a version was last read.
+        is_empty: whether the target answered the last poll and had no version.
         caught_up: whether the last version that was read, and since dealt with, was the newest that the target listed
             when it last answered.
         waits_for_full: whether the newest version cannot be reached, because blobs before it are damaged or missing.
@@ -58,7 +51,6 @@ class VersionReader:
         self.version, self.lineage = self._before = 0, ""
         self._refused: tuple[int, str] | None = None
         self._useless: list[tuple[int, Kind]] | None = None
-        self._reread_at = math.inf
 
     @property
     def unreachable_because(self) -> str:
@@ -67,7 +59,11 @@ class VersionReader:
         return f"a read has taken {waited:.0f} seconds so far" if waited > DEADLINE else self._error
 
     def refuse(self, *, was_read: bool) -> None:
-        """Stays at the version before the last one, or the next one: it is read again, unless a full one is ahead."""
+        """Makes :meth:`versions` stay at the version before the last one; a full one that is ahead is read
+        nevertheless.
+
+        If the last version was not even read, the one after it is refused.
+        """
         self._refused = (self.version + (not was_read), self.lineage)
         if was_read:
             self.version, self.lineage = self._before
@@ -98,7 +94,7 @@ class VersionReader:
             self._error, self.is_empty = "", not available
             if not self._lost and (not available or available[-1][0] < self.version):
                 self._lost, self._useless = True, None
-            if not available or (available == self._useless and time.monotonic() < self._reread_at):
+            if not available or available == self._useless:
                 return None
             blob = self._next_of(available)
         except OSError as error:
@@ -110,7 +106,6 @@ class VersionReader:
         self._is_newest = blob is not None and blob.version == available[-1][0]
         # The same blobs need not be read again soon.
         self._useless = available if blob is None else None
-        self._reread_at = time.monotonic() + (_REREAD_SECONDS if self.damaged_because else math.inf)
         self.waits_for_full = blob is None and available[-1][0] != self.version
         return blob
 
@@ -153,7 +148,6 @@ class VersionFollower:
     the version before, until that one can be applied or there is a full version ahead.
 
     Args:
-        url: of the publication target.
         apply: updates the model to a version. Raises ValueError if the version does not fit the model.
         on_refused: called for each version that was not applied.
 
@@ -164,7 +158,7 @@ class VersionFollower:
         url: of the target, without credentials.
         applied_time: Unix seconds at which a version was last applied; NaN before the first.
         created_time: Unix seconds at which that version was published, by the publisher's clock.
-        caught_up: whether everything that was published was applied at some time since the start, but for a version
+        caught_up: whether everything that was published was applied at some time since the start, except for a version
             that was refused and what follows it.
         problem: why the model may be behind what is published; empty if nothing is wrong.
     """
@@ -197,7 +191,7 @@ class VersionFollower:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops after the version that is being applied; a target that does not answer is abandoned."""
+        """Stops after the version that is being applied. A target that does not answer is abandoned."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(DEADLINE)

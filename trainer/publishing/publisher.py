@@ -1,10 +1,9 @@
 """Publishing of a model while it trains: numbered versions, each a change of the one before, written in the background.
 
 A thread writes the pending changes. If a version cannot be written, or the target hangs, its changes stay pending and
-become part of the next version. Versions count up from the newest one of the target. The first version of every
-publisher is a full one with a new lineage: a restarted trainer may have resumed from an older snapshot, and its readers
-have seen rows that it has not. The same happens if the target's newest version is not the one that was written last,
-for example after a Redis lost its last second.
+become part of the next version. The first version of every publisher is a full one with a new lineage: a restarted
+trainer may have resumed from an older snapshot, and its readers have seen rows that it has not. The same happens if the
+target's newest version is not the one that was written last, for example after a Redis lost its last second.
 """
 
 import logging
@@ -22,20 +21,16 @@ from .target import DEADLINE, Target
 logger = logging.getLogger(__name__)
 
 _PAUSE, _MOST_PAUSES = 1.0, 4
-"""Seconds before a failed publication is retried; doubled after each further failure, up to so many times as long.
-
-That is less than the deadline of :meth:`Publisher.close`.
-"""
+"""Seconds before a failed publication is retried, doubled after each further failure; and the largest factor."""
 
 
 class Publisher:
     """Publishes to a target in the background.
 
     Args:
-        target: opened for publishing.
         fingerprint: of the network and the data; readers refuse versions of others.
-        compact_after: deltas since the last full version, from which new readers start, before the next full one.
-        compact_bytes: their total size, likewise, or that of the last full version where this is larger.
+        compact_after: largest number of deltas since the last full version, from which new readers start.
+        compact_bytes: largest total size of these deltas, or the size of the full version where this is larger.
         keep_full: full versions that are kept, with the deltas after the oldest of them; at least 2, so that a reader
             has until the next full version to catch up.
     """
@@ -67,7 +62,7 @@ class Publisher:
 
     @property
     def wants_full(self) -> bool:
-        """Request to pass ``everything`` to the next call of :meth:`publish`; once for a full version."""
+        """Whether the next call of :meth:`publish` must have ``everything``; once for a full version."""
         return self._wants_full and self._everything is None
 
     @property
@@ -80,8 +75,7 @@ class Publisher:
 
         Args:
             change: rows written and ids deleted since the last call.
-            everything: the complete model as it is now, if :attr:`wants_full`; without it no full version can be
-                written, and the change stays pending if it needs one.
+            everything: the complete model as it is now, if :attr:`wants_full`.
         """
         with self._state:
             assert not self._closed
@@ -239,13 +233,12 @@ class Publisher:
             self._version = max(self._version, version)
 
     def _remove_old(self, keep: int) -> int:
-        """Removes everything before the last ``keep`` full versions, the oldest first, so that no chain has a gap.
-
-        Returns how many blobs it removed.
+        """Removes all blobs before the last ``keep`` full versions; returns how many. The oldest go first: no chain has
+        a gap.
         """
         blobs = self._target.blobs()
         full = [version for version, kind in blobs if kind == "full"]
-        old = [each for each in blobs if len(full) >= keep and each < (full[-keep], "full")]
+        old = [blob for blob in blobs if len(full) >= keep and blob < (full[-keep], "full")]
         for version, kind in old:
             self._target.remove(version, kind)
         return len(old)

@@ -25,24 +25,22 @@ _MOST_BYTES = 512 << 20
 
 
 class Target(Protocol):
-    """Storage of blobs by kind and version. Methods raise OSError if the target cannot be reached or is full, with
-    ``errno.ENOSPC`` in the latter case."""
+    """Storage of blobs by kind and version.
+
+    Methods raise OSError if the target cannot be reached or is full, with ``errno.ENOSPC`` in the latter case.
+    """
 
     def blobs(self) -> list[tuple[int, Kind]]:
         """Version and kind of all blobs, the oldest first."""
-        ...
 
     def read(self, version: int, kind: Kind) -> bytes:
         """Reads a blob. Raises FileNotFoundError if it does not exist, or no longer does."""
-        ...
 
     def write(self, version: int, kind: Kind, blob: bytes) -> None:
         """Writes a blob. Raises FileExistsError if it exists; blobs are never overwritten."""
-        ...
 
     def remove(self, version: int, kind: Kind) -> None:
         """Removes a blob; does nothing if it does not exist."""
-        ...
 
     def close(self) -> None: ...
 
@@ -51,9 +49,8 @@ def open_target(url: str, *, publishing: bool = False) -> Target:
     """Opens the target of a URL: ``redis://HOST:PORT/DB?name=NAME``, ``s3://BUCKET/FOLDER`` (see
     :mod:`cowrec.data_pipeline.remote`), or a directory.
 
-    Args:
-        url: as above. NAME, by default "cowrec", separates the publications in one Redis.
-        publishing: whether the caller writes; a directory is then created and locked against other publishers.
+    NAME, by default "cowrec", separates the publications in one Redis. With ``publishing`` a directory is created and
+    locked against other publishers.
 
     Raises:
         UserError: another process publishes to the directory, Redis refuses the password, or the URL is invalid.
@@ -68,8 +65,10 @@ def open_target(url: str, *, publishing: bool = False) -> Target:
 
 
 class FolderTarget:
-    """Folder with files ``delta-000000000012.cow`` and ``full-000000000012.cow``: a directory, or one in an object
-    store, which nothing locks: publish there from one place."""
+    """Folder with files ``delta-000000000012.cow`` and ``full-000000000012.cow``.
+
+    It is a directory, or a folder in an object store. Nothing locks the latter: publish there from one place.
+    """
 
     def __init__(self, url: str, *, publishing: bool = False) -> None:
         self._files = RemoteFolder(url) if is_remote(url) else _Directory(local_path(url))

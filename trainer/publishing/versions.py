@@ -1,4 +1,4 @@
-"""What `cowrec versions` does: it lists the versions of a target, and publishes an old full one again as the newest."""
+"""`cowrec versions`: lists the versions of a target, and publishes an old full one again as the newest."""
 
 import time
 import uuid
@@ -18,9 +18,8 @@ class ListedVersion:
     """One blob of a target.
 
     Attributes:
-        version, kind: see :class:`Blob`.
         size: in bytes.
-        blob: without the content of its tables and weights; None if it cannot be read.
+        blob: without its tables and weights; None if it cannot be read.
         problem: why it cannot be read.
     """
 
@@ -43,36 +42,23 @@ def list_versions(url: str) -> list[ListedVersion]:
 
 
 def republish(url: str, version: int) -> int:
-    """Publishes an old full version again as a new one, which becomes the newest.
+    """Publishes an old full version again as a new one, which becomes the newest. Returns its number.
 
-    Its lineage is new, so that no delta of a trainer is taken for the next one: a trainer that publishes on later
-    begins with a full version after it.
-
-    Args:
-        url: of the target; nobody else may publish there.
-        version: of an intact full version.
-
-    Returns:
-        The number of the new version.
+    Its lineage is new: no delta of a trainer follows it, and a trainer that publishes on begins with a full version.
+    Nobody else may publish to the target meanwhile.
 
     Raises:
-        UserError: there is no such version, and the message has those that can be chosen; or a trainer publishes there.
+        UserError: there is no such intact full version; the message has those that can be chosen.
         OSError: the target cannot be reached, or is full.
     """
     with closing(open_target(url)) as target:
         listed = _listed(target, url)  # before the target is opened for writing, which creates a folder
-    full = [each.version for each in listed if each.kind == "full" and each.blob]
+    full = [blob.version for blob in listed if blob.kind == "full" and blob.blob]
     if version not in full:
-        problem = next((each.problem for each in reversed(listed) if each.problem), "wait for the next one")
+        problem = next((blob.problem for blob in reversed(listed) if blob.problem), "wait for the next one")
         choice = f"choose one of {', '.join(map(str, full))}" if full else f"there is none: {problem}"
         raise UserError(f"version {version} of {without_credentials(url)} is not an intact full version; {choice}")
-    try:
-        target = open_target(url, publishing=True)
-    except UserError as error:
-        raise UserError(
-            f"{error}; stop the trainer first, as its next version would replace version {version} at once"
-        ) from error
-    with closing(target):
+    with closing(open_target(url, publishing=True)) as target:
         blob, newest = decode_as(version, "full", target.read(version, "full")), target.blobs()[-1][0]
         again = replace(blob, version=newest + 1, previous=newest, lineage=uuid.uuid4().hex, created=time.time())
         target.write(again.version, "full", encode(again))

@@ -540,7 +540,7 @@ def test_while_a_trainer_publishes_no_other_does(tmp_path: Path) -> None:
         publish_many(out, Model(), {}, 3)
         before = open_target(url).blobs()
         refused(problem, publisher, url)
-        refused(rf"{problem}.*; stop the trainer first, as its next version would", republish, url, 1)
+        refused(problem, republish, url, 1)
         assert open_target(url).blobs() == before
 
 
