@@ -49,11 +49,7 @@ class InferenceNetwork:
         return self._replay is not None
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> "InferenceNetwork":
-        """The same network with the weights of another state dictionary.
-
-        Raises:
-            RuntimeError: their names or shapes are others.
-        """
+        """The same network with the weights of another state dictionary. Raises RuntimeError unless they fit."""
         other = copy.copy(self)
         other._computed = copy.deepcopy(self._computed)
         other._computed.network.load_state_dict(weights)
@@ -66,7 +62,7 @@ class InferenceNetwork:
     def __call__(self, dense: Tensor, rows: LookedUp) -> Tensor:
         """Of dense features [B, N] and rows [B, K, P], with sequences as a pair with their lengths, int64 [B, S].
 
-        Faster in a thread that is in inference mode already.
+        It is faster in a thread that is in inference mode already.
         """
         if not torch.is_inference_mode_enabled():
             with torch.inference_mode():
@@ -96,8 +92,8 @@ def _weights(computed: nn.Module) -> list[Tensor]:
 def _recorded(computed: nn.Module, sizes: tuple[int, int, int], lengths: Tensor) -> Any:
     """The operations for one sample, of dense features, rows and the weights in the order of the state dictionary.
 
-    None if they may be others for other samples or weights, as those of a network of one's own. The weights are
-    arguments, so that all versions share one recording: TorchScript never frees one in which weights are constants.
+    None if other samples or weights may need other operations, as in a network of one's own. The weights are arguments,
+    so that all versions share one recording: TorchScript never frees one in which weights are constants.
     """
     num_dense, keys, width = sizes
     shell = copy.deepcopy(computed)
@@ -106,7 +102,9 @@ def _recorded(computed: nn.Module, sizes: tuple[int, int, int], lengths: Tensor)
     drawn = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
 
     def inputs(samples: int) -> tuple[Any, ...]:
-        weights = (0.2 * drawn(*each.shape) if each.is_floating_point() else each for each in _weights(computed))
+        weights = (
+            0.2 * drawn(*weight.shape) if weight.is_floating_point() else weight for weight in _weights(computed)
+        )
         rows = drawn(samples, keys, width)
         looked_up = (rows, torch.arange(samples)[:, None] % (lengths + 1)) if len(lengths) else rows
         return drawn(samples, num_dense), looked_up, *weights
@@ -125,7 +123,7 @@ def _recorded(computed: nn.Module, sizes: tuple[int, int, int], lengths: Tensor)
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:
             logger.debug("the operations of the network are not recorded: %s", error)
             return None
-    if any(issubclass(each.category, torch.jit.TracerWarning) for each in warned):
+    if any(issubclass(warning.category, torch.jit.TracerWarning) for warning in warned):
         return None  # a value is recorded as a constant
     return replay
 

@@ -19,7 +19,6 @@ from cowrec.data_pipeline.raw.json_lines import abbreviated
 Fields = Mapping[str, Any]
 NOTHING: Fields = {}
 
-
 _LONG_INTEGER = re.compile(rb"[\[,:\s](?:\d{20}|-\d{19})")
 """Not within quotes; shorter ones have 64 bits at most."""
 MOST_SHARED_IDS = 1 << 21
@@ -60,7 +59,7 @@ class Rejected(Exception):
 
 
 def samples_of(body: bytes, limit: int) -> tuple[list[RequestSample], bool]:
-    """The samples of a request, and whether they were given as a list, alone or with the fields that they share.
+    """The samples of a request, and whether they were given as a list.
 
     Raises:
         Rejected: the body is not JSON, has more than ``limit`` samples, or something else in place of a sample.
@@ -85,9 +84,10 @@ def samples_of(body: bytes, limit: int) -> tuple[list[RequestSample], bool]:
 
 
 def encode_samples(codec: SampleCodec, samples: Sequence[RequestSample]) -> tuple[SampleBlock | None, list[str]]:
-    """Encodes samples as if each had all fields; returns the good ones, None if there is none, and each one's problem.
+    """Encodes samples as if each had all fields.
 
-    The problem of a good sample is empty.
+    Returns:
+        The good samples, None if there is none, and the problem of each sample, empty for a good one.
     """
     problems: list[str] = []
     blocks = []
@@ -106,7 +106,6 @@ def _check(name: str, fields: Any) -> None:
 
 
 def _encode(codec: SampleCodec, samples: list[RequestSample]) -> tuple[SampleBlock | None, list[str]]:
-    """Encodes samples that share the same fields."""
     shared = {name: value for name, value in samples[0].shared.items() if name in codec.columns}
     own = {*codec.columns}.difference(shared)
     for columns in codec.together:
@@ -123,8 +122,8 @@ def _encode(codec: SampleCodec, samples: list[RequestSample]) -> tuple[SampleBlo
     absent = dict.fromkeys(shared)
     given = [{**absent, **samples[index].fields} if shared else samples[index].fields for index in complete]
     block, bad = codec.encode_request(given)
-    for each in bad:
-        problems[complete[each.index]] = _with_remedy(each.reason)
+    for row in bad:
+        problems[complete[row.index]] = _with_remedy(row.reason)
     if not shared:
         return block, problems
     once, wrong = codec.encode_request([{**dict.fromkeys(codec.columns), **shared}])

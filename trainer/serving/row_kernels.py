@@ -1,7 +1,7 @@
 """Stores of rows by id, in which ids are found by open addressing, and the gathering and pooling of their rows.
 
-Compiled, without the GIL. Sizes: B samples, S single-valued fields, F keys of the fields, one for each position of
-a sequence, V ids, n rows, P stored width. The number of a field is that of its first key.
+Compiled, without the GIL. Sizes: B samples, S single-valued fields, F keys of the fields, one for each position of a
+sequence, V ids, n rows, P stored width. The number of a field is that of its first key.
 """
 
 from typing import NamedTuple
@@ -23,8 +23,8 @@ RESERVED = 2
 class Store(NamedTuple):
     """Rows and a hash table of their ids.
 
-    The id and the field of a slot never change once they are written, so a lookup of one id is correct while another
-    id is inserted or removed: it needs no lock, and no order of the writes.
+    The id and the field of a slot never change once they are written, so a lookup of one id is correct while another id
+    is inserted or removed, without a lock.
 
     Attributes:
         slots: int64 [slots, 2], each an id and ``field << 40 | row``, or 0 and -1 if it is empty. No id 0 is looked up
@@ -67,7 +67,6 @@ class Bag(NamedTuple):
         first: its own number.
         positions: of a sequence, whose rows are not pooled; else 0.
         ids: [V]; sample b has those from ``offsets[b]`` to ``offsets[b + 1]``.
-        offsets: [B + 1].
         weights: float32 [V], or empty if the field is not weighted.
         mean: whether rows are averaged instead of summed.
     """
@@ -83,7 +82,6 @@ class Bag(NamedTuple):
 
 @njit
 def _home_slot(identifier, field, mask):
-    """First slot to probe for an id."""
     return np.int64(id_hash(identifier, field) & np.uint64(mask))
 
 
@@ -119,9 +117,8 @@ def base_row(slots, identifier, field, base, size):
 
 @compiled()
 def find(ids, fields, tables, found):
-    """Writes the base's row of each id [V] of fields [V] to ``found`` [V], -1 if it has none.
-
-    Returns how many have none.
+    """Writes the base's row of each id [V] of fields [V] to ``found`` [V], -1 if it has none; returns how many have
+    none.
     """
     bases, sizes, slots = tables.bases, tables.sizes, tables.base.slots
     missing = 0
@@ -157,7 +154,7 @@ def _enter(slots, identifier, field, row):
 
 @compiled()
 def insert(ids, fields, rows, slots):
-    """Inserts ids [n] of fields [n] with their rows [n]; there must be enough empty slots. Returns how many it took."""
+    """Inserts ids [n] of fields [n] with their rows [n] in empty slots; returns how many slots it took."""
     taken = 0
     for i in range(len(ids)):
         taken += _enter(slots, ids[i], fields[i], rows[i])
@@ -168,7 +165,7 @@ def insert(ids, fields, rows, slots):
 def overlay_ids(ids, fields, first, tables, slots):
     """Enters ids [n] of fields [n] in the slots of an overlay, with its rows from ``first`` on.
 
-    If ``first`` is -1 they are entered as removed, except for numbered and reserved rows, which always exist.
+    With -1 the ids are entered as removed, except for numbered and reserved rows, which always exist.
     """
     bases, sizes = tables.bases, tables.sizes
     for i in range(len(ids)):
@@ -191,7 +188,7 @@ def rehash(old, slots):
 
 @compiled()
 def copy_to_larger(old, new):
-    """Copies an array into the first part of a larger one and writes zeros to the remainder, so that its pages exist.
+    """Copies an array into the first part of a larger one, and zeros into the remainder, so that its pages exist.
 
     numpy would block other threads meanwhile.
     """
@@ -276,7 +273,7 @@ def gather(ids, fields, tables, out, unknown):
 def gather_bag(bag, tables, out, unknown):
     """Pools the rows of a list field into float32 out [B, F, P or more].
 
-    Those of a sequence are written to its positions, the last one last, after zeros. Adds the number of ids without a
+    Rows of a sequence are written to its positions, the last one last, after zeros. Adds the number of ids without a
     row of their own to ``unknown``, int64 [F].
     """
     ids, offsets, weights, field, positions = bag.ids, bag.offsets, bag.weights, bag.field, bag.positions

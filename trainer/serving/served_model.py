@@ -25,8 +25,7 @@ from ..publishing.blob import Blob, TableChange
 from ..runs.provenance import warn_if_changed
 from .inference_network import InferenceNetwork
 from .row_kernels import Tables
-from .row_store import RowChange
-from .served_rows import ServedRows
+from .served_rows import RowChange, ServedRows
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,10 @@ class ServedModel:
     Each prediction uses one version throughout.
 
     Args:
-        manifest: of the export.
-        schema: of the samples.
         export_dir: folder of the export, whose fingerprint published versions must have.
 
     Attributes:
-        state: that predictions use which begin now.
+        state: what predictions use that begin now.
         unknown_ids: numbers of ids without a row of their own since the start, int64 by key; see `unknown_by_field`.
     """
 
@@ -71,38 +68,35 @@ class ServedModel:
         self._number = {field.name: keys.index(field.keys[0]) for field in schema.sparse}
         described = list(manifest.tables.values())
         table_of_field = {feature: number for number, table in enumerate(described) for feature in table.features}
-        absent = [field.name for field in schema.sparse if field.vocabulary not in table_of_field]
-        if absent:
-            raise UserError(f"field {absent[0]!r} has no table; export the model again")
         table_of = np.array([table_of_field[field.vocabulary] for field in schema.sparse for _ in field.keys])
-        sizes = np.array([-1 if each.collisionless else each.rows for each in described], np.int64)[table_of]
+        sizes = np.array([-1 if table.collisionless else table.rows for table in described], np.int64)[table_of]
         buckets = {
             feature: (table.hash_buckets, index)
             for table in described
             for index, feature in enumerate(table.features)
             if table.hash_buckets
         }
-        self._buckets = {each.name: buckets[each.vocabulary] for each in schema.sparse if each.vocabulary in buckets}
+        self._buckets = {
+            field.name: buckets[field.vocabulary] for field in schema.sparse if field.vocabulary in buckets
+        }
         widths = zip(schema.sparse, manifest.model.widths(served), strict=True)
         self._widths = [physical_dim(width) for field, width in widths for _ in field.keys]
         self._rows = ServedRows(schema, sizes, table_of, np.array(self._widths), manifest.precision)
-        self._longest = {name: each.max_length for name, each in schema.sequences.items()}
+        self._longest = {name: sequence.max_length for name, sequence in schema.sequences.items()}
         num_dense, labels = len(schema.dense), len(schema.labels)
         network = build_network(manifest.model, served, num_dense, labels, schema.sequences).eval()
         # Masks of -inf are not, in any version.
-        self._finite = {name for name, each in network.state_dict().items() if each.isfinite().all()}
+        self._finite = {name for name, value in network.state_dict().items() if value.isfinite().all()}
         shape = (num_dense, len(keys), max(self._widths))
         self._inference = InferenceNetwork(network, schema.logit_shift, shape, [*self._longest.values()])
+        self._largest = torch.finfo(torch.float16 if manifest.precision == "float16" else torch.float32).max
         self._applying, self._predicting = threading.Lock(), threading.Lock()
         self.unknown_ids, self._applied_rows = np.zeros(len(keys), np.int64), 0
 
     @staticmethod
     def load(export_dir: Path) -> "ServedModel":
         """Loads an export. No code from the folder runs: the network is cowrec's own, or a class that is on Python's
-        path here or in the current folder, and only its weights are read.
-
-        Args:
-            export_dir: its folder.
+        path here or in the current folder.
 
         Raises:
             ValueError: the folder is not an export, a file in it is damaged, or the network cannot be imported.
@@ -124,7 +118,7 @@ class ServedModel:
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Of the export; it reads the vocabularies, which only a server that follows a target needs."""
+        """Fingerprint of the export; it reads the vocabularies, which only a server that follows a target needs."""
         return fingerprint(self._export_dir, self.manifest.model, self.manifest.tables)
 
     def predict(self, samples: SampleBlock) -> NDArray[np.float32]:
@@ -148,8 +142,8 @@ class ServedModel:
         The version is prepared, then all predictions that begin use it, then its rows are merged into the tables.
 
         Raises:
-            ValueError: a delta that is not based on the served version, or a version of another model; nothing is
-                changed.
+            ValueError: a delta that is not based on the served version, or a version of another model or with numbers
+                that are not finite; nothing is changed.
         """
         with self._applying:
             network, change = self._checked(blob), blob.change
@@ -192,7 +186,6 @@ class ServedModel:
         return dataclasses.replace(samples, ids=ids, bags=bags)
 
     def _network(self, dense: Mapping[str, Tensor]) -> InferenceNetwork:
-        """The network with these weights. Raises ValueError if they do not fit, or are not finite."""
         try:
             network = self._inference.with_weights(dense)
         except RuntimeError as error:
@@ -206,7 +199,7 @@ class ServedModel:
 
     def _fields(self, table: str, count: int, feature: NDArray[np.int64] | None) -> NDArray[np.int64]:
         """Number of the field that each of a table's ids belongs to, int64 [count]."""
-        numbers = np.array([self._number[each] for each in self.manifest.tables[table].features], np.int64)
+        numbers = np.array([self._number[field] for field in self.manifest.tables[table].features], np.int64)
         return np.full(count, numbers[0]) if feature is None else numbers[feature]
 
     def _row_change(self, name: str, table: TableChange) -> RowChange:
@@ -215,7 +208,9 @@ class ServedModel:
         return RowChange(table.ids, fields, table.rows, table.deleted, removed_fields)
 
     def _checked(self, blob: Blob) -> InferenceNetwork:
-        """The network of a version. Raises ValueError if it does not fit this model, or does not follow its version."""
+        """The network of a version. Raises ValueError if the version does not fit this model, or does not follow its
+        version.
+        """
         now, change = self.state, blob.change
         if blob.fingerprint != self._fingerprint:
             raise UserError(
@@ -227,32 +222,9 @@ class ServedModel:
                 f"delta {blob.version} is based on version {blob.previous} of lineage {blob.lineage!r}, but version"
                 f" {now.version} of lineage {now.lineage!r} is served; apply a full version"
             )
-        if blob.kind == "full" and (not change.dense or self.manifest.tables.keys() - change.tables.keys()):
-            lacking = sorted(self.manifest.tables.keys() - change.tables.keys())
-            raise UserError(f"a full version lacks {', '.join(lacking) or 'the dense weights'}; publish it again")
         for name, table in change.tables.items():
-            self._check(name, table)
+            if not (np.abs(table.rows) <= self._largest).all():
+                raise UserError(f"rows of table {name!r} are not finite numbers; the training has diverged")
         if not change.dense:
             return now.network
-        return self._network({name: torch.tensor(each) for name, each in change.dense.items()})
-
-    def _check(self, name: str, change: TableChange) -> None:
-        """Raises ValueError if a change does not fit this model's table."""
-        table = self.manifest.tables.get(name)
-        width = self._widths[self._number[table.features[0]]] if table else None
-        if table is None or change.rows.shape[1] != width:
-            known = "it has no such table" if table is None else f"its width is {width}"
-            raise UserError(f"the model has no table {name!r} with rows of width {change.rows.shape[1]}; {known}")
-        largest = torch.finfo(torch.float16 if self.manifest.precision == "float16" else torch.float32).max
-        if not (np.abs(change.rows) <= largest).all():
-            precision = self.manifest.precision
-            raise UserError(f"rows of table {name!r} are not finite numbers in {precision}; the training has diverged")
-        if table.collisionless:
-            served = len(table.features)
-            given = [each for each in (change.feature, change.deleted_feature) if each is not None]
-            if bool(given) != (served > 1) or any(((each < 0) | (each >= served)).any() for each in given):
-                raise UserError(f"table {name!r} serves {served} fields, but its change has others")
-        elif len(change.deleted) or (len(change.ids) and not 0 <= change.ids.min() <= change.ids.max() < table.rows):
-            raise UserError(
-                f"table {name!r} has exactly the rows 0 to {table.rows - 1}, but its change deletes or writes others"
-            )
+        return self._network({name: torch.tensor(weights) for name, weights in change.dense.items()})

@@ -8,7 +8,6 @@ import errno
 import functools
 import logging
 import math
-import os
 import resource
 import signal
 import socket
@@ -29,10 +28,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Lifespan
 
-from cowrec.errors import UserError
-
 from .request_samples import Rejected, SharedProblem, samples_of
-from .service import Late, Limits, Service, shown_text
+from .service import Late, Limits, Service
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +52,8 @@ def serve(
 
     Args:
         export_dir, follow, max_age: see :class:`Service`.
-        limits: see :class:`Limits`.
         host: address to listen on; by default the loopback address, which other machines cannot reach.
-        port: to listen on; 0 chooses a free one.
+        port: port to listen on; 0 chooses a free one.
         health_port: another port, on which a thread of its own answers everything except predictions; None for none.
 
     Raises:
@@ -146,9 +142,7 @@ def http_server(app: Starlette, limits: Limits) -> uvicorn.Server:
 
 
 async def _predict(service: Service, request: Request) -> Response:
-    """Predicts a sample or several. A request takes a slot once it has arrived; without a free one it is refused before
-    it is parsed.
-    """
+    """Answers a request. It takes a slot once it has arrived; without a free one it is refused before it is parsed."""
     since, limits, batcher = time.monotonic(), service.limits, service.batcher
     try:
         if any(name == b"upgrade" for name, _ in request.scope["headers"]):  # uvicorn does not read its body
@@ -156,7 +150,7 @@ async def _predict(service: Service, request: Request) -> Response:
             raise Rejected(400, "upgrade", message, _CLOSE)
         body = await _body(request, limits)
         if unable := service.cannot_predict():
-            raise Rejected(503, "loading", f"{shown_text(unable)}; retry later", _RETRY)
+            raise Rejected(503, "loading", f"{unable}; retry later", _RETRY)
         timeout = _timeout_ms(request, limits.timeout_ms)
         if batcher.calls >= limits.concurrent_requests:
             waiting = f"{batcher.calls} requests are in progress, which is the limit"
@@ -197,13 +191,10 @@ async def _body(request: Request, limits: Limits) -> bytes:
                 parts.append(part)
                 size += len(part)
                 if size > limits.request_bytes:
-                    raise Rejected(
-                        413,
-                        "too_large",
-                        f"the body is too large, the limit is {limits.request_bytes:,} bytes; split it into several"
-                        " requests",
-                        _CLOSE,
+                    message = (
+                        f"the body is too large, the limit is {limits.request_bytes:,} bytes; send several requests"
                     )
+                    raise Rejected(413, "too_large", message, _CLOSE)
     except TimeoutError:
         message = f"the request did not arrive within {limits.request_seconds:g} seconds"
         raise Rejected(408, "slow", message, _CLOSE) from None
@@ -213,7 +204,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
 
 
 def _timeout_ms(request: Request, limit: float) -> float:
-    """Milliseconds that a request may take: what the client gives, but at most the limit."""
+    """Milliseconds that a request may take, at most the limit."""
     if not request.scope["query_string"] or "timeout_ms" not in request.query_params:
         return limit
     given = request.query_params["timeout_ms"]
@@ -227,28 +218,17 @@ def _timeout_ms(request: Request, limit: float) -> float:
 
 
 def _health_routes(service: Service) -> list[Route]:
-    def livez() -> Response:
+    async def livez(_: Request) -> Response:
         return _json(200, {"status": "alive"})
 
-    def readyz() -> Response:
+    async def readyz(_: Request) -> Response:
         found = service.health()
         return _json(200 if found["ready"] else 503, found)
 
-    def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
-    def route(path: str, answer: Callable[[], Response]) -> Route:
-        async def bounded(request: Request) -> Response:
-            try:
-                await _body(request, service.limits)
-            except Rejected as error:
-                return _json(error.status, {"error": str(error)}, error.headers)
-            return answer()
-
-        return Route(path, bounded, methods=["GET"])
-
-    handlers = {"/livez": livez, "/readyz": readyz, "/metrics": metrics}
-    return [route(path, each) for path, each in handlers.items()]
+    return [Route(f"/{answer.__name__}", answer, methods=["GET"]) for answer in (livez, readyz, metrics)]
 
 
 def _app(routes: list[Route], lifespan: Lifespan[Starlette] | None = None) -> Starlette:
@@ -259,7 +239,7 @@ def _app(routes: list[Route], lifespan: Lifespan[Starlette] | None = None) -> St
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = (f"{'POST' if each.path == '/predict' else 'GET'} {each.path}" for each in request.app.routes)
+    known = (f"{'POST' if route.path == '/predict' else 'GET'} {route.path}" for route in request.app.routes)
     message = f"{error.detail}; use {', '.join(known)}"
     return _json(error.status_code, {"error": message}, error.headers)
 
@@ -291,8 +271,6 @@ def _allow_open_files(count: int) -> None:
 
 
 def _listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    if not 0 <= port < 1 << 16:
-        raise UserError(f"{flag} must be between 0 and 65535, got {port}")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -302,9 +280,4 @@ def _listen(host: str, port: int, flag: str = "--port") -> socket.socket:
             if error.errno == errno.EADDRINUSE
             else f"choose another --host or {flag}"
         )
-        raise OSError(f"cannot listen on {host}:{port}: {_reason(error)}; {remedy}") from error
-
-
-def _reason(error: OSError) -> str:
-    """The system's text, to which Python adds the address; that of a wrong host name has no number of its own."""
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; {remedy}") from error

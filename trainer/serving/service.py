@@ -1,7 +1,6 @@
 """A prediction service: a model that answers requests while newer versions of it are applied."""
 
 import asyncio
-import dataclasses
 import gc
 import logging
 import math
@@ -45,12 +44,12 @@ class Limits:
     """Limits of a service; requests beyond them are refused.
 
     Attributes:
-        samples: in one request.
+        samples: largest number in one request.
         timeout_ms: milliseconds from the arrival of a request to its prediction; a request that has waited longer is
             refused, and not computed.
-        concurrent_requests: prediction requests that have arrived and wait for their result.
+        concurrent_requests: largest number of requests that have arrived and wait for their result.
         request_seconds: time for the body of a request to arrive.
-        connections: open connections; the requests of further ones are refused.
+        connections: largest number of open connections.
     """
 
     samples: int = 1000
@@ -58,12 +57,6 @@ class Limits:
     concurrent_requests: int = 256
     request_seconds: float = 10.0
     connections: int = 2048
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not value >= 1:
-                raise UserError(f"{field.name} must be at least 1, got {value}")
 
     @property
     def request_bytes(self) -> int:
@@ -77,7 +70,6 @@ class Service:
     Args:
         export_dir: folder of an exported model.
         follow: URL of a publication target whose versions are applied as they are published; None for none.
-        limits: see :class:`Limits`.
         max_age: seconds since the publication of the served version, after which the service is not ready; None for any
             age.
 
@@ -90,11 +82,7 @@ class Service:
     """
 
     def __init__(
-        self,
-        export_dir: Path,
-        follow: str | None = None,
-        limits: Limits | None = None,
-        max_age: float | None = None,
+        self, export_dir: Path, follow: str | None = None, limits: Limits | None = None, max_age: float | None = None
     ) -> None:
         if max_age is not None and not (follow and max_age > 0):
             raise UserError(f"--max-age must be above 0 seconds and needs --follow, got {max_age}")
@@ -128,7 +116,6 @@ class Service:
             self._follower.start()
 
     def close(self) -> None:
-        """Stops following."""
         if self._follower:
             self._follower.close()
         gc.unfreeze()  # libraries report what is not freed when the process ends
@@ -148,7 +135,12 @@ class Service:
 
     def not_ready(self) -> str:
         """Why no requests should be sent here; empty if they should."""
-        return self.cannot_predict() or self._too_old()
+        if problem := self.cannot_predict():
+            return problem
+        age = _seconds_since(self._follower.created_time) if self._follower else 0.0
+        if self._max_age is None or age <= self._max_age:
+            return ""
+        return f"the newest version was published {age:.0f} seconds ago, --max-age is {self._max_age:g}"
 
     def health(self) -> dict[str, Any]:
         """Status of the service and of its model; times in seconds."""
@@ -159,7 +151,7 @@ class Service:
         return {
             "status": "waiting" if self.cannot_predict() else "degraded" if problem else "ok",
             "ready": not not_ready,
-            "problem": shown_text(problem),
+            "problem": problem,
             "version": self.version,
             "step": self._model.state.step,
             "sample_time": self._model.state.sample_time,
@@ -210,14 +202,6 @@ class Service:
             self._model.apply(blob)
         self.metrics.deltas_applied.inc()
 
-    def _too_old(self) -> str:
-        if self._max_age is None or self._follower is None:
-            return ""
-        age = _seconds_since(self._follower.created_time)
-        if age <= self._max_age:
-            return ""
-        return f"the newest version was published {age:.0f} seconds ago, --max-age is {self._max_age:g}"
-
     def _unknown_ids(self) -> dict[str, int]:
         return self._model.unknown_by_field() if self.loaded else {}
 
@@ -243,12 +227,11 @@ class MicroBatcher:
     """Answers the calls of one event loop in batches, without a fixed wait.
 
     A batch is computed in the event loop's own thread, as soon as the loop has read what has arrived; later requests
-    wait in the sockets for the next batch. A separate thread would cost more than it saves: it and the loop would
-    compete for the interpreter lock at every operation of a batch.
+    wait in the sockets for the next batch. A separate thread would compete with the loop for the interpreter lock.
 
     Args:
         compute: computes the results of a batch of items, in their order.
-        max_items: items in a batch at most.
+        max_items: largest number of items in a batch.
     """
 
     def __init__(self, compute: Callable[[Sequence[Any]], Sequence[Any]], max_items: int) -> None:
@@ -263,9 +246,7 @@ class MicroBatcher:
     def submit(self, items: Sequence[Any], due: float = math.inf) -> "asyncio.Future[Sequence[Any]]":
         """Computes the results of up to ``max_items`` items in one batch, later.
 
-        Args:
-            items: as above.
-            due: time, of `time.monotonic`, at which the batch must have begun; otherwise the result is Late.
+        ``due`` is the time, of `time.monotonic`, at which the batch must have begun; otherwise the result is Late.
         """
         assert len(items) <= self._max_items
         loop = asyncio.get_running_loop()
@@ -306,11 +287,6 @@ class MicroBatcher:
         for items, future in calls:
             future.set_result(results[start : start + len(items)])
             start += len(items)
-
-
-def shown_text(text: str) -> str:
-    """At most a thousand characters of a text, all of which can be encoded: an error may repeat what was published."""
-    return text[:1000].encode(errors="backslashreplace").decode()
 
 
 def _seconds_since(moment: float | None) -> float:
