@@ -19,17 +19,9 @@ import pyarrow.parquet as pq
 from pyarrow import feather
 from torch import Tensor
 
-from cowrec.data_pipeline import (
-    Batch,
-    Position,
-    SampleCodec,
-    SampleSource,
-    SampleStream,
-    Schema,
-    StreamBatch,
-    open_source,
-)
+from cowrec.data_pipeline import Batch, Position, SampleCodec, SampleSource, SampleStream, StreamBatch, open_source
 from cowrec.data_pipeline.codec import ID_COLUMN, sample_block
+from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.streams.position import POSITION_FILE
 from cowrec.errors import UserError
 from cowrec.files import replacing
@@ -59,13 +51,7 @@ _POLL_SECONDS = 0.2
 
 
 def online(
-    config: RunConfig,
-    data_dir: Path,
-    source: str,
-    run_dir: Path,
-    *,
-    publish: str | None = None,
-    resume: bool = False,
+    config: RunConfig, data_dir: Path, source: str, run_dir: Path, *, publish: str | None = None, resume: bool = False
 ) -> dict[str, Any]:
     """Trains on a stream until it ends or the run is asked to stop; returns the report that ``run_dir`` then holds.
 
@@ -124,7 +110,6 @@ class _OnlineTrainer:
         self._journal_begin = 0
 
     def open_source(self, source: str) -> None:
-        """Opens the source of samples; on the first process."""
         self.source = open_source(source, damaged=self.config.online.damaged_files)  # the stream closes it
 
     def follow(self, publish: str | None, resume: bool) -> dict[str, Any]:
@@ -169,7 +154,6 @@ class _OnlineTrainer:
         self.measured.finish(log, self.stream)
 
     def decide(self, ended: bool) -> tuple[bool, Due]:
-        """Whether to save and what to publish in a turn; on the first process."""
         publishes = self.publication.due(last=ended) if self.publication else Due.NOTHING
         return time.monotonic() - self._saved_at >= self.config.online.snapshot_seconds, publishes
 
@@ -206,9 +190,9 @@ class _OnlineTrainer:
         )
 
     def resume(self) -> Position | None:
-        """Loads the newest checkpoint of the run and returns its position in the stream; None if there is none.
+        """Loads the newest checkpoint of the run; returns its position in the stream on the first process.
 
-        The position is the first process's.
+        The position is None on the others, and if there is no checkpoint.
         """
         progress = self.run.resume()
         if progress is None:
@@ -228,7 +212,7 @@ class _OnlineTrainer:
             found.append(Position.load(path))
             self.measured.quality.load(path)
             # Entries of damaged checkpoints, which were skipped, are kept too.
-            self._first_entries = {each.name: 0 for each in list_checkpoints(path.parent)}
+            self._first_entries = {checkpoint.name: 0 for checkpoint in list_checkpoints(path.parent)}
             self._first_entries[path.name] = found[0].entry
 
         on_first(self.process, load)
@@ -251,7 +235,7 @@ class _OnlineTrainer:
     def _trim_journal(self, stream: SampleStream) -> None:
         """Removes what no checkpoint needs any more; if the disk is full, after a later snapshot."""
         kept = list_checkpoints(self.run.checkpoints.folder)
-        oldest = min((self._first_entries[each.name] for each in kept), default=0)
+        oldest = min((self._first_entries[checkpoint.name] for checkpoint in kept), default=0)
         if oldest > self._journal_begin:
             try:
                 stream.trim(Position(entry=oldest))
@@ -261,7 +245,6 @@ class _OnlineTrainer:
                 self._journal_begin = oldest
 
     def publish(self, due: Due) -> None:
-        """Publishes what is due, after checking that the losses were finite."""
         if self.publication and due:
             self.run.require_finite()
             self.publication.publish(due, self.run.steps, self.measured.newest_time or None)
@@ -287,7 +270,6 @@ class _OnlineTrainer:
         opened.enter_context(closing(self.stream))
 
     def serve_metrics(self, opened: ExitStack) -> None:
-        """Serves the metrics, if the run has a port for them; on the first process."""
         online = self.config.online
         assert self.stream is not None
         if online.metrics_port:
@@ -295,7 +277,6 @@ class _OnlineTrainer:
             opened.enter_context(metrics_endpoint(online.metrics_host, online.metrics_port, read))
 
     def report(self) -> dict[str, Any]:
-        """Summarizes the run, on all processes alike."""
         id_tables = self.state.id_tables.counters() if self.state.id_tables else None
         shared = {
             "world_size": self.process.world_size,
@@ -307,8 +288,8 @@ class _OnlineTrainer:
 
     def warn_of_vocabularies(self) -> None:
         """Warns of collisionless tables that no new id can enter."""
-        tables = (each for each in self.run.plan.tables if each.ids.kind == "collisionless")
-        fixed = [field.name for each in tables for field in each.fields if field.encoding == "vocabulary"]
+        tables = (table for table in self.run.plan.tables if table.ids.kind == "collisionless")
+        fixed = [field.name for table in tables for field in table.fields if field.encoding == "vocabulary"]
         if fixed:
             self.run.warn(
                 f"warning: ids of the fields {fixed} that are not in their vocabularies get no rows in their"
@@ -335,7 +316,6 @@ class _OnlineTrainer:
             )
 
     def summary(self, source: str) -> str:
-        """Describes source and settings, for the terminal."""
         return (
             f"{self.config.model.name} on {self.codec.schema.name}, following {without_credentials(source)}\n"
             f"batch {self.config.train.batch_size}, {settings_summary(self.run)}"
@@ -344,16 +324,13 @@ class _OnlineTrainer:
 
 @dataclass(frozen=True)
 class Turn:
-    """What all processes do in one turn.
-
-    What depends on time is decided by the first process, since the others would decide otherwise by their own clocks.
+    """What all processes do in one turn; the first process decides what depends on time, as clocks differ.
 
     Attributes:
         saves, publishes: whether it is time for a snapshot, and for which publications.
-        ends: the stream has ended, with this turn's batch if there is one.
+        ends: whether the stream has ended, with this turn's batch if there is one.
         sizes: samples of each process's slice, without padding.
-        batch: this process's slice of the samples to train on, as even as :func:`even_slice` makes it; None if no
-            samples have come.
+        batch: this process's slice of the samples to train on, from :func:`even_slice`; None if no samples have come.
         arrived: the complete batch, on the first process.
     """
 
@@ -369,8 +346,7 @@ class Turns:
     """The turns of a run, decided by the first process, which alone reads; all processes call each method together.
 
     Attributes:
-        seconds: CPU time of the first process's thread for reading, encoding and sharing out samples; the others have
-            none to train on meanwhile.
+        seconds: CPU time that the first process's thread takes to read, encode and share out samples.
     """
 
     def __init__(self, stream: SampleStream | None, schema: Schema, process: Process) -> None:
@@ -380,9 +356,8 @@ class Turns:
     def next(self, timeout: float, decide: Callable[[bool], tuple[bool, Due]]) -> Turn:
         """Waits for samples, at most about ``timeout`` seconds, and returns the next turn.
 
-        Args:
-            decide: called on the first process, with whether the stream has ended; returns whether to save and what to
-                publish.
+        ``decide`` is called on the first process, with whether the stream has ended; it returns whether to save and
+        what to publish.
 
         Raises:
             ValueError: the source cannot be read, or cannot repeat what the journal records; on all processes.
@@ -411,11 +386,11 @@ class Turns:
         return dataclasses.replace(turn, batch=batch, arrived=arrived)
 
     def logits(self, own: Tensor) -> Tensor:
-        """Logits of all samples of a turn on the first process, from those of this process's, [B]."""
+        """Logits of all samples of a turn on the first process, from those of this process's samples, [B]."""
         return self._peers.gathered(own.cpu())
 
     def _parts(self, turn: Turn, arrived: StreamBatch | None) -> list[tuple[Turn, bytes | None]]:
-        """The turn for each of several processes, with its slice of the samples in Arrow's stream format."""
+        """The turn for each process, with its slice of the samples in Arrow's stream format if there are several."""
         if arrived is None or self._peers.count == 1:
             return [(turn, None)] * self._peers.count
         table, begin, parts = arrived.table.drop_columns([ID_COLUMN]), 0, list[tuple[Turn, bytes | None]]()
@@ -434,17 +409,15 @@ class Turns:
 
 
 def _write_files(position: Position, window: pa.Table, folder: Path) -> None:
-    """Writes what a checkpoint has beside the state of training."""
     position.save(folder)
     feather.write_feather(window, folder / WINDOW_FILE, compression="zstd")
 
 
 def quarantine(run_dir: Path, batch: StreamBatch, logits: Tensor, reason: str) -> Path:
-    """Writes the samples of a batch to ``run_dir/quarantine/batch_N.parquet``.
+    """Writes the samples of a batch to ``run_dir/quarantine/batch_N.parquet``; N is the batch's number in the stream.
 
-    N is its number in the stream; a resumed run writes the same file again. The columns are those of a data set, as the
-    model reads them, ``time``, ``sample_id``, ``logit``, which is what the model predicted, [B], and ``reason``. Raises
-    OSError if the file cannot be written.
+    A resumed run writes the same file again. The columns are those of a data set, as the model reads them, ``time``,
+    ``sample_id``, ``logit``, which is what the model predicted, [B], and ``reason``.
     """
     columns = {name.removeprefix("#"): batch.table[name] for name in batch.table.column_names}
     columns["logit"] = pa.chunked_array([pa.array(logits.double().cpu().numpy())])

@@ -1,12 +1,12 @@
 """Publication of an online run: rows that changed every few seconds, the dense weights less often.
 
 What changed is brought together on the first process between two steps, which then writes it while training continues.
-n rows, m deleted ids, P stored width of a table.
+Sizes: n rows, m deleted ids, P stored width of a table.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from enum import Flag
 from functools import partial
@@ -48,12 +48,8 @@ class Due(Flag):
 class OnlinePublication:
     """Publishes the changes of a training state and writes the export that readers start from.
 
-    All processes call each method together, unless it says otherwise. The first one writes.
-
-    Args:
-        url: of the target.
-        state: its model is published.
-        run_dir: receives the export, unless it has one.
+    All processes call each method together, unless it says otherwise. The first one writes. ``run_dir`` receives the
+    export, unless it has one.
 
     Raises:
         ValueError: the target does not work.
@@ -72,7 +68,6 @@ class OnlinePublication:
         self._publisher: Publisher | None = None
 
         def open_publisher() -> None:
-            kept = config.online.keep_full_versions
             tables = {
                 spec.name: TableManifest(
                     tuple(field.name for field in spec.fields),
@@ -83,29 +78,30 @@ class OnlinePublication:
                 for spec in self._specs
             }
             of_data = fingerprint(Path(config.data.dir), config.model, tables)
-            self._publisher = Publisher(open_target(url, publishing=True), of_data, keep_full=kept)
+            target = open_target(url, publishing=True)
+            self._publisher = Publisher(target, of_data, keep_full=config.online.keep_full_versions)
 
         on_first(process, open_publisher)
         if not from_first(process, (run_dir / BASE).exists):
-            vocabulary = Path(config.data.dir) / VOCABULARY
-            self._export(partial(write_export, run_dir / BASE, config.model, schema, vocabulary), process)
+            self._export(run_dir / BASE, process)
 
-    def _export(self, write: Callable[..., object], process: Process) -> None:
-        dense = dense_weights(self._state.model)
+    def _export(self, folder: Path, process: Process) -> None:
+        plan, dense = self._state.plan, dense_weights(self._state.model)
         tables = (self._complete(spec) for spec in self._specs)
 
-        def write_first() -> None:
+        def write() -> None:
+            vocabulary = Path(plan.config.data.dir) / VOCABULARY
             try:
-                write(dense, tables, step=0)
+                write_export(folder, plan.config.model, plan.schema, vocabulary, dense, tables, step=0)
             finally:
                 deque(tables, 0)  # the other processes send all tables, also if writing fails
 
         if not process.is_first:
             deque(tables, 0)
-        on_first(process, write_first)
+        on_first(process, write)
 
     def due(self, *, last: bool = False) -> Due:
-        """What it is time to publish, at the end of the stream if ``last``; on the first process."""
+        """What it is time to publish; everything at the end of the stream. On the first process."""
         assert self._publisher is not None
         now, full = time.monotonic(), self._publisher.wants_full
         if not last and (now < self._rows_due or self._publisher.is_behind):
@@ -141,11 +137,10 @@ class OnlinePublication:
         if self._publisher:
             change = partial(Change, step, sample_time, dense=dense)
             of = {spec.name: _table_change(spec, dirty[spec.name], rows[spec.name], ids) for spec in self._specs}
-            whole = {name: _as_change(each) for name, each in everything.items()} if everything else None
+            whole = {name: _as_change(table) for name, table in everything.items()} if everything else None
             self._publisher.publish(change(tables=of), change(tables=whole) if whole else None)
 
     def close(self) -> None:
-        """Waits briefly for pending publications."""
         if self._publisher:
             self._publisher.close()
 
@@ -156,10 +151,10 @@ class OnlinePublication:
         return {"publication_failures": counters["failures"], "seconds_since_publication": counters["seconds"]}
 
     def _ids(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Dirty rows of a table that have ids, with their ids and the numbers of their features, and what was deleted.
+        """Dirty rows of a table that have ids, with their ids and the numbers of their fields, and what was deleted.
 
         Returns:
-            int64 [3, n], the rows ascending, and ids and features, int64 [2, m]; on the first process those of all.
+            int64 [3, n], the rows ascending, and ids and fields, int64 [2, m]; on the first process those of all.
         """
         assert self._state.id_tables is not None
         ids, features, has_id = self._state.id_tables.ids_of(name, rows.numpy())
@@ -168,7 +163,9 @@ class OnlinePublication:
         kept = has_id | reserved
         own = (rows.numpy()[kept], ids[kept], features[kept])
         deleted = self._known[name].update(*own)
-        columns, gone = (self._peers.columns_on_first(torch.from_numpy(np.stack(each))) for each in (own, deleted))
+        columns, gone = (
+            self._peers.columns_on_first(torch.from_numpy(np.stack(columns))) for columns in (own, deleted)
+        )
         return columns[:, columns[0].argsort()], gone
 
     def _complete(self, spec: TableSpec) -> TrainedTable:
@@ -191,11 +188,8 @@ class OnlinePublication:
     def _rows(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies rows of tables, after the updates of absent rows that are still to be applied to them.
 
-        Args:
-            wanted: distinct rows of tables, int64 [n]; the same on all processes.
-
-        Returns:
-            float32 [n, P] of each table on the first process, [0, P] on the others.
+        ``wanted`` has distinct rows, int64 [n], the same on all processes. The result is float32 [n, P] of each table
+        on the first process, [0, P] on the others.
         """
         adam, model, found = self._state.adam, self._state.model, dict[str, Tensor]()
         if adam:
@@ -221,7 +215,7 @@ def _table_change(
     """Change of a table: its dirty rows, with weights, float32 [n, P], and with ids if it is collisionless."""
     if spec.name not in ids:
         return TableChange(dirty.numpy(), rows.numpy())
-    columns, deleted = (each.numpy() for each in ids[spec.name])
+    columns, deleted = (column.numpy() for column in ids[spec.name])
     if columns.shape[1] < len(dirty):
         rows = rows[torch.searchsorted(dirty, torch.from_numpy(columns[0]).contiguous())]
     features = (columns[2], deleted[1]) if len(spec.fields) > 1 else (None, None)
@@ -239,9 +233,6 @@ class KnownIds:
     """Ids by which readers know the rows of a collisionless table, and those of these ids that were deleted.
 
     Each of several processes keeps those of the rows whose ids it holds.
-
-    Args:
-        spec: the table.
     """
 
     def __init__(self, spec: TableSpec):
@@ -268,7 +259,7 @@ class KnownIds:
         self.set(rows, ids, features)
         if not self._deleted:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        deleted = [np.concatenate(each) for each in zip(*self._deleted, strict=True)]
+        deleted = [np.concatenate(arrays) for arrays in zip(*self._deleted, strict=True)]
         self._deleted = []
         # An id may have come back since, in another row.
         back = np.isin(row_keys(*deleted), row_keys(ids, features))
@@ -276,12 +267,7 @@ class KnownIds:
 
 
 class DirtyRows:
-    """One flag per row of all tables, set when a batch of this process uses the row.
-
-    Args:
-        specs: the tables.
-        keys: of the batches, in their order.
-    """
+    """One flag per row of all tables, set when a batch of this process uses the row."""
 
     def __init__(self, specs: Sequence[TableSpec], keys: Sequence[str]):
         self._specs = list(specs)
@@ -300,8 +286,8 @@ class DirtyRows:
     def take(self, peers: Peers) -> dict[str, Tensor]:
         """Returns the rows of each table that some process has marked, int64 [n], ascending, and clears all flags.
 
-        Reserved rows count as marked, since updates of absent rows move them too, and they have no ids that occur. All
-        processes call together and get the same rows.
+        All processes call together and get the same rows. Reserved rows count as marked, since updates of absent rows
+        move them too, and they have no ids that occur.
         """
         found, first = {}, 0
         for chunk in peers.all_columns(self._dirty.nonzero().T):
