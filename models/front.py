@@ -87,13 +87,13 @@ class EmbeddingFront(nn.Module):
         embedding_dim: D, to which the embeddings of other widths are projected.
         num_dense: N, may be 0.
         embedding_dims: d of fields where it is not D.
-        is_weighted: the ids carry weights.
+        is_weighted: whether the ids carry weights; all tables are then pooled by sum.
         fields: order of the fields; by default that of the tables.
         sequences: fields that are sequences, which ``fields`` must list.
         device: device of the tables; with the meta device the sharding allocates them.
 
     Raises:
-        ValueError: no tables, or a table of another width or pooling than the model needs.
+        ValueError: no tables, or a table of another width than the model needs.
     """
 
     def __init__(
@@ -110,7 +110,6 @@ class EmbeddingFront(nn.Module):
     ) -> None:
         super().__init__()
         # A network whose rows are looked up elsewhere does without TorchRec, which takes seconds to import.
-        from torchrec.modules.embedding_configs import PoolingType
         from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
         if not tables:
@@ -129,11 +128,6 @@ class EmbeddingFront(nn.Module):
                         f"table {table.name} is {table.embedding_dim} wide, but {key} = {width} needs "
                         f"physical_dim({width}) = {physical_dim(width)}"
                     )
-            if is_weighted and table.pooling is not PoolingType.SUM:
-                raise UserError(
-                    f"table {table.name} has pooling {table.pooling.value}, which TorchRec does not support with "
-                    "weighted ids; pool by sum and give the ids the weight 1 / length"
-                )
         # By name below: the order of the looked-up columns depends on the sharding plan.
         self.fields = list(fields or (field for table in tables for field in table.feature_names))
         self.embedding_dim = embedding_dim
@@ -144,7 +138,6 @@ class EmbeddingFront(nn.Module):
         self.layout = _Layout(self.fields, widths, embedding_dim, self.sequences)
 
     def forward(self, dense: Tensor, sparse: "KeyedJaggedTensor") -> Features:
-        """Looks up ``sparse``; ``dense`` is float [B, N]."""
         features: Features = self.layout(self.embeddings(sparse), dense, sparse)
         return features
 
@@ -152,16 +145,7 @@ class EmbeddingFront(nn.Module):
 class LookedUpFront(nn.Module):
     """Replacement of an :class:`EmbeddingFront` without tables, for rows that are looked up elsewhere, as in serving.
 
-    Args:
-        fields: their names.
-        widths: d of each field.
-        embedding_dim: D.
-        num_dense: N, may be 0.
-        sequences: fields that are sequences.
-
-    Attributes:
-        row_width: P, stored width of the widest rows.
-        num_keys: K.
+    ``widths`` are d of each field. ``row_width`` is P of the widest rows, ``num_keys`` is K.
     """
 
     def __init__(
@@ -212,8 +196,8 @@ class _Layout(nn.Module):
         _require_one_width(sequences, dict(zip(fields, widths, strict=True)).__getitem__)
         self._embedding_dim = embedding_dim
         keys = [sequences[field].keys if field in sequences else (field,) for field in fields]
-        self.keys = [key for each in keys for key in each]
-        self._sizes = [len(each) for each in keys]
+        self.keys = [key for of_field in keys for key in of_field]
+        self._sizes = [len(of_field) for of_field in keys]
         self._sequences = {field: number for number, field in enumerate(fields) if field in sequences}
         owners = [(sequences[field].shares if field in sequences else "") or field for field in fields]
         of_fields = zip(owners, widths, self._sizes, strict=True)
@@ -258,7 +242,6 @@ class _Layout(nn.Module):
 
 
 def _require_one_width(sequences: Mapping[str, SequenceField], width: Callable[[str], int]) -> None:
-    """Raises ValueError for a sequence of another width than the field whose table it shares."""
     for name, sequence in sequences.items():
         if sequence.shares and width(name) != width(sequence.shares):
             raise UserError(
@@ -270,16 +253,10 @@ def _require_one_width(sequences: Mapping[str, SequenceField], width: Callable[[
 class Projections(nn.Module):
     """A linear map without bias from d to D for each field whose d is not D; other embeddings stay as they are.
 
-    The keys of a sequence have one map, that of the field whose table it shares if there is one.
+    The keys of a sequence have one map, that of the field whose table it shares if there is one. ``keys`` gives the
+    field whose map a key has, and d. ``kernels`` are float [fields, d, D] by d, in the order of the keys.
 
     Source: Mixed Dimension Embeddings (arXiv 1909.11810), with one block for each field.
-
-    Args:
-        keys: of each, the field whose map it has, and d.
-        embedding_dim: D.
-
-    Attributes:
-        kernels: float [fields, d, D] by d, for the fields of this width that have a map, in the order of their keys.
     """
 
     order: Tensor

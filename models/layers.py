@@ -34,8 +34,7 @@ def l2_kernels(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
     Returns:
         ``"linear"``: the linear kernel on the dense features (its ``l2_reg_linear``); ``"cross"``: the kernels of the
-        cross layers (its ``l2_reg_cross``, 1e-5). A list is empty if the model has no such part. MLP and biases are in
-        neither.
+        cross layers (its ``l2_reg_cross``, 1e-5). MLP and biases are in neither.
     """
     groups: dict[str, list[nn.Parameter]] = {"linear": [], "cross": []}
     for module in model.modules():
@@ -66,11 +65,7 @@ class CrossLayers(nn.Module):
 
 
 class LinearPart(nn.Module):
-    """Wide weights plus a kernel on the dense features plus the global bias.
-
-    Args:
-        num_dense: N; at 0 there is no kernel.
-    """
+    """Wide weights plus a kernel on the N dense features, if there are any, plus the global bias."""
 
     l2_group: Literal["linear", "cross"] = "linear"
 
@@ -115,16 +110,11 @@ class Mlp(nn.Module):
     @property
     def _parameters_in_order(self) -> list[Tensor]:
         layers = cast(Iterable[LinearRelu], self.layers)
-        return [each for layer in layers for each in (layer.kernel, layer.bias)]
+        return [parameter for layer in layers for parameter in (layer.kernel, layer.bias)]
 
 
 class LogitKernel(nn.Module):
-    """The output layer: a kernel, without bias where the global bias is in the linear part.
-
-    Args:
-        width: K.
-        bias: the network has no linear part.
-    """
+    """The output layer: a kernel, without bias where the global bias is in the linear part."""
 
     def __init__(self, width: int, bias: bool = False) -> None:
         super().__init__()

@@ -33,12 +33,8 @@ if BY_ONE_DNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
 def linear_relu(x: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = None) -> Tensor:
     """Applies ``x <- relu(x @ weight.T + bias)`` for each layer's weight [H, K] and bias [H], in this order.
 
-    Args:
-        padded: the values of x and columns of zeros after them, float [B, K or more], which serve the products instead
-            of x where they can.
-
-    Returns:
-        [B, H] of x [B, K]; under autocast in its dtype.
+    ``padded`` has the values of x and columns of zeros after them, float [B, K or more], which serve the products
+    instead of x where they can. Returns [B, H] of x [B, K], under autocast in its dtype.
     """
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind)
@@ -53,7 +49,7 @@ def linear_relu(x: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = 
     if by_one_dnn and not torch.is_inference_mode_enabled():
         output = _Layers.apply(_OneDnn, x.to(dtype), None, None, *weights_and_biases)
         return output
-    x, *parameters = [each.to(dtype) if autocast else each for each in (x, *weights_and_biases)]
+    x, *parameters = [tensor.to(dtype) if autocast else tensor for tensor in (x, *weights_and_biases)]
     for weight, bias in _layers(parameters):
         x = _OneDnn.layer(x, weight, bias) if by_one_dnn else F.linear(x, weight, bias).relu_()
     return x
@@ -115,8 +111,8 @@ class _Layers(torch.autograd.Function):
     def forward(
         ctx: Any, math: "_Math", x: Tensor, padded: Tensor | None, kernel: Tensor | None, *parameters: Tensor
     ) -> Tensor:
-        converted = [each.to(x.dtype) for each in parameters]
-        ctx.math, ctx.dtypes, ctx.columns = math, [each.dtype for each in parameters], x.shape[1]
+        converted = [parameter.to(x.dtype) for parameter in parameters]
+        ctx.math, ctx.dtypes, ctx.columns = math, [parameter.dtype for parameter in parameters], x.shape[1]
         if padded is not None and padded.dtype == x.dtype:
             converted[0], x = F.pad(converted[0], (0, padded.shape[1] - ctx.columns)), padded
         inputs = [x]
@@ -141,7 +137,7 @@ class _Layers(torch.autograd.Function):
         if ctx.columns < inputs[0].shape[1]:
             grad, of_parameters[-1] = grad[:, : ctx.columns], of_parameters[-1][:, : ctx.columns]
         of_x = grad if ctx.needs_input_grad[1] else None
-        converted = (each.to(dtype) for each, dtype in zip(reversed(of_parameters), ctx.dtypes, strict=True))
+        converted = (gradient.to(dtype) for gradient, dtype in zip(reversed(of_parameters), ctx.dtypes, strict=True))
         return None, of_x, None, of_kernel, *converted
 
 

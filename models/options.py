@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
-from pydantic import Field, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from cowrec.errors import UserError
 from cowrec.names import nearest_name
@@ -23,8 +23,7 @@ def checked_options(
 
     Args:
         given: the options, as a TOML file gives them.
-        table: name of their table, for messages.
-        owner: what has the options, for messages.
+        table, owner: name of their table, and what has the options, for messages.
         first: number of leading parameters that are no options.
         reserved: a further parameter that is none.
 
@@ -35,10 +34,13 @@ def checked_options(
         ValueError: an unknown or missing option, or a value of another type than its annotation says.
     """
     parameters = list(inspect.signature(function).parameters.values())
-    positional = [each for each in parameters if each.kind in _POSITIONAL]
-    known = [*positional[first:], *(each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY)]
-    options = {each.name: each for each in known if each.name != reserved}
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    positional = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+    known = [
+        *positional[first:],
+        *(parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY),
+    ]
+    options = {parameter.name: parameter for parameter in known if parameter.name != reserved}
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     types = _annotations(function)
     checked = {}
     for key, value in given.items():
@@ -48,10 +50,9 @@ def checked_options(
             hint = f"did you mean {table}.{nearest}?" if nearest else takes
             raise UserError(f"{owner} has no option {key} ({table}.{key} = {value!r}); {hint}")
         checked[key] = _converted(value, types.get(key, Any), f"{table}.{key}")
-    missing = [each.name for each in options.values() if each.default is inspect.Parameter.empty]
-    missing = [name for name in missing if name not in given]
-    if missing:
-        raise UserError(f"{owner} needs {table}.{missing[0]}, which has no default; set it")
+    for name, option in options.items():
+        if option.default is inspect.Parameter.empty and name not in given:
+            raise UserError(f"{owner} needs {table}.{name}, which has no default; set it")
     return checked
 
 
@@ -68,11 +69,7 @@ def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
 def _converted(value: Any, kind: Any, key: str) -> Any:
     """The value as its annotation says; as in the configuration, an integer is a float too, and a list a tuple."""
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(kind)
-    except PydanticUserError:  # a type that has no form in TOML
-        return value
-    try:
-        return adapter.validate_json(json.dumps(value, default=str), strict=True)
+        return TypeAdapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         raise UserError(f"{key} = {value!r}: {message[:1].lower()}{message[1:]}") from None

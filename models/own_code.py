@@ -25,15 +25,13 @@ def is_import_path(name: str) -> bool:
 
 
 def search_also(*folders: Path) -> None:
-    """Appends folders to Python's path, of this process and later subprocesses."""
-    sys.path += [each for each in dict.fromkeys(str(folder.absolute()) for folder in folders) if each not in sys.path]
+    sys.path += [path for path in dict.fromkeys(str(folder.absolute()) for folder in folders) if path not in sys.path]
 
 
 def chosen(key: str, name: str, known: Mapping[str, Any], own: str) -> Any:
     """What ``key = "name"`` of a configuration means: one of ``known``, or the user's own; see :func:`imported`.
 
-    Raises:
-        ValueError: neither is called so; the message says with ``own`` how one's own is written.
+    ``own`` tells how one's own is written, for the ValueError that an unknown name raises.
     """
     if is_import_path(name):
         return imported(key, name)
@@ -74,7 +72,7 @@ def imported(key: str, name: str) -> Any:
     if file and file.is_file() and _SOURCES.setdefault(module, file.read_bytes()) != file.read_bytes():
         raise UserError(f"{given}: {file} has changed since this process imported it; restart Python")
     if not hasattr(module, attribute):
-        nearest = nearest_name(attribute, (each for each in vars(module) if not each.startswith("_")))
+        nearest = nearest_name(attribute, (name for name in vars(module) if not name.startswith("_")))
         hint = f"did you mean {nearest}?" if nearest else f"add {attribute} to it, or name another module"
         raise UserError(f"{given}: {file or module_name} has no {attribute}; {hint}")
     return getattr(module, attribute)
@@ -85,7 +83,7 @@ _SOURCES: dict[ModuleType, bytes] = {}
 
 
 def file_of(module: ModuleType) -> Path | None:
-    """The file that a module was imported from; None for one that is built into Python, or made in memory."""
+    """The file that a module was imported from; None if it is built into Python, or made in memory."""
     file = getattr(module, "__file__", None)
     return Path(file).absolute() if file else None
 
@@ -113,10 +111,8 @@ def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num
     network = tried(given, "making it with (config, front)", build, hint)
     if not any(module is front for module in network.modules()):
         raise UserError(f"{given} does not keep the front that it is given; write self.front = front in its __init__")
-    if not any(parameter.requires_grad for parameter in network.parameters()):
-        raise UserError(f"{given} has no parameters to train beside the tables; add one, such as a bias of the logits")
     rows = torch.rand(3, front.num_keys, front.row_width, requires_grad=True)
-    longest = torch.tensor([len(each.keys) for each in front.sequences.values()], dtype=torch.int64)
+    longest = torch.tensor([len(sequence.keys) for sequence in front.sequences.values()], dtype=torch.int64)
     lengths = torch.stack([longest, longest * 0, longest.clamp(max=1)])
 
     def forward(training: bool, *inputs: Any) -> Tensor:
@@ -143,7 +139,7 @@ def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num
                 f"{given} computes logits that do not depend on the embeddings, so that no table would be trained;"
                 " compute them from self.front(dense, sparse), without detach()"
             )
-        if front.sequences and not all(each.isfinite().all() for each in (logits, *used) if each is not None):
+        if front.sequences and not all(values.isfinite().all() for values in (logits, *used) if values is not None):
             raise UserError(
                 f"{given}: {what} returned logits or gradients that are not finite for a sample without a history, as"
                 " requests and the padding of torchrun have; mask with -1e9 instead of -inf, and multiply by the mask"
@@ -151,7 +147,7 @@ def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num
 
 
 def tried(given: str, what: str, function: Callable[[], Any], hint: str) -> Any:
-    """Calls a function of the user's; raises ValueError, with the place in the user's file, if it fails."""
+    """Calls a function of the user's. Raises ValueError, with the place in the user's file, if it fails."""
     try:
         return function()
     except Exception as error:
@@ -161,5 +157,7 @@ def tried(given: str, what: str, function: Callable[[], Any], hint: str) -> Any:
 def _place(error: Exception) -> str:
     """`` (FILE:LINE)`` of the innermost frame of an error in the user's code."""
     others = (__file__, inspect.getfile(importlib), "<frozen", "/torch/")
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not any(map(each.filename.count, others))]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not any(map(frame.filename.count, others))
+    ]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

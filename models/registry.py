@@ -12,15 +12,13 @@ from cowrec.errors import UserError
 from .config import ModelConfig
 from .front import EmbeddingFront, Front, LookedUpFront, SequenceField
 from .networks.autoint import AutoInt
-from .networks.bst import BST
 from .networks.dcn import DCN, DCNMix, DCNv2
 from .networks.deepfm import FM, DeepFM, WideDeep
-from .networks.din import DIN
 from .networks.dlrm import DLRM
 from .networks.fcn import FCN
 from .networks.finalmlp import FinalMlp
 from .networks.finalnet import FinalNet
-from .networks.hstu import HSTU
+from .networks.histories import BST, DIN, HSTU
 from .networks.masknet import ParallelMaskNet, SerialMaskNet
 from .networks.multi_task import PLE, MMoE, SharedBottom
 from .networks.xdeepfm import XDeepFM
@@ -64,10 +62,10 @@ def require_model(config: ModelConfig) -> None:
 
 
 def all_options(config: ModelConfig) -> dict[str, object]:
-    """The options of the network, also those that have their defaults. Raises ValueError as :func:`require_model`."""
+    """The options of the network, also those that have their defaults."""
     network, given = _class_and_options(config)
     parameters = list(inspect.signature(network).parameters.values())[2:]
-    return {each.name: each.default for each in parameters if each.name != _TASKS} | given
+    return {parameter.name: parameter.default for parameter in parameters if parameter.name != _TASKS} | given
 
 
 def build_model(
@@ -87,11 +85,10 @@ def build_model(
     tables' initial values (``EmbeddingBagConfig.init_fn``); columns after the wide weight should be zero.
 
     Args:
-        config: architecture; ``config.embedding_dim`` is D.
         tables: of width ``physical_dim(D)``, or of a field's own width in ``config.embedding_dims``; their feature
             names are the fields, and the keys of sequences.
         num_dense: number of dense features N; 0 is fine.
-        is_weighted: the ids carry weights, and all tables are pooled by sum.
+        is_weighted: whether the ids carry weights; all tables are then pooled by sum.
         fields: the order in which the network sees them; by default that of the tables.
         sequences: fields that are sequences, which ``fields`` must list.
         num_tasks: number of labels T.
@@ -138,11 +135,10 @@ def build_network(
     """Builds the network ``config.name`` without its tables, for rows that are looked up and pooled elsewhere.
 
     Returns:
-        A module on the CPU, ``forward(dense float [B, N], rows float [B, F, P]) -> logits float [B]``, or [B, T] of
-        T > 1 tasks, for the F ``fields``, with P = ``physical_dim(D)``, or that of the largest width where fields have
-        their own. With sequences, it takes ``(rows, lengths)`` in place of the rows: a row for each key, [B, K, P],
-        zeros where there is no id, and the lengths int [B, sequences]. Its parameters have the names they have in
-        :func:`build_model`'s.
+        A module on the CPU, ``forward(dense float [B, N], rows float [B, F, P]) -> logits float [B]``, or [B, T] of T >
+        1 tasks, where P is the stored width of the widest field. With sequences, it takes ``(rows, lengths)`` in place
+        of the rows: a row for each key, [B, K, P], zeros where there is no id, and the lengths int [B, sequences]. Its
+        parameters have the names they have in :func:`build_model`'s.
     """
     return _network(config, _looked_up_front(config, fields, num_dense, sequences), num_tasks)
 
@@ -158,7 +154,7 @@ def _network(config: ModelConfig, front: Front, num_tasks: int) -> nn.Module:
     if _takes_tasks(network):
         return network(config, front, **options, **{_TASKS: num_tasks})
     if num_tasks > 1:
-        known = ", ".join(name for name, each in MODELS.items() if _takes_tasks(each))
+        known = ", ".join(name for name, network in MODELS.items() if _takes_tasks(network))
         raise UserError(
             f'model.name = "{config.name}" computes one logit, but the data have {num_tasks} labels; choose one of'
             f" {known} or a network of your own with a parameter {_TASKS}, or prepare data with one label"

@@ -107,7 +107,7 @@ def features_on_device(
         dense: float [B, N].
         dim: D.
         width: columns of the third result, at least F * D + N.
-        dtype: its type.
+        dtype: type of the third result.
 
     Returns:
         Sum of the wide weights and of the products of all pairs of embeddings, both [B] of the rows' type; and the
@@ -134,11 +134,7 @@ def features_backward_on_device(
     grad_pairs: Tensor | None = None,
     grad_flat: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of the rows of :func:`features_on_device`, [B, F, P]; None where a result was not used.
-
-    Args:
-        grad_flat: [B, F * D or more].
-    """
+    """Gradient of the rows of :func:`features_on_device`, [B, F, P]; None for a result that was not used."""
     samples, tile, grad_rows = len(rows), _tile(rows), torch.empty_like(rows)
     if grad_flat is not None and grad_flat.stride(-1) != 1:
         grad_flat = grad_flat.contiguous()

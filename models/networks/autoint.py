@@ -30,7 +30,9 @@ class Interacting(CrossLayers):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, M, K] -> [B, M, H * A]."""
-        query, key, value = ((x @ each).unflatten(2, (self._heads, -1)) for each in (self.query, self.key, self.value))
+        query, key, value = (
+            (x @ kernel).unflatten(2, (self._heads, -1)) for kernel in (self.query, self.key, self.value)
+        )
         attention = torch.softmax(torch.einsum("bmha,bkha->bhmk", query, key), dim=3)
         return torch.relu(torch.einsum("bhmk,bkha->bmha", attention, value).flatten(2) + x @ self.residual)
 

@@ -86,12 +86,7 @@ class MixtureCross(CrossLayers):
 
 
 class CrossAndDeep(nn.Module):
-    """logit = linear + kernel . [cross(x), MLP(x)].
-
-    Args:
-        config: uses ``hidden`` and ``dropout``.
-        cross: a module [B, K] -> [B, K] with K = ``front.width``.
-    """
+    """logit = linear + kernel . [cross(x), MLP(x)], where ``cross`` maps [B, K] to [B, K], K = ``front.width``."""
 
     def __init__(self, config: ModelConfig, front: Front, cross: nn.Module) -> None:
         super().__init__()

@@ -16,12 +16,8 @@ from ..layers import LinearPart, LogitKernel, Mlp
 class PairwiseProducts(nn.Module):
     """Sum of the inner products of all pairs of fields, float [B], from rows [B, F, P] whose first D columns count.
 
-    On CUDA the front has computed it; then it is passed on.
-
-    Source: Factorization Machines (Rendle 2010), lemma 3.1: half of (sum squared minus sum of squares).
-
-    Args:
-        embedding_dim: D.
+    ``pairs`` is this sum where the front has computed it, on CUDA. Source: Factorization Machines (Rendle 2010), lemma
+    3.1: half of (sum squared minus sum of squares).
     """
 
     def __init__(self, embedding_dim: int) -> None:
@@ -57,10 +53,7 @@ class _PairwiseProducts(torch.autograd.Function):
 
 
 class DeepFM(nn.Module):
-    """logit = linear + pairwise products of the fields' embeddings + MLP.
-
-    Of the configuration it uses ``hidden`` and ``dropout``.
-    """
+    """logit = linear + pairwise products of the fields' embeddings + MLP."""
 
     has_pairs, has_mlp = True, True
 
@@ -83,18 +76,12 @@ class DeepFM(nn.Module):
 
 
 class FM(DeepFM):
-    """logit = linear + pairwise products of the fields' embeddings. Source: Rendle 2010, equation 1.
-
-    Of the configuration it uses nothing; ``hidden`` has no effect.
-    """
+    """logit = linear + pairwise products of the fields' embeddings. Source: Rendle 2010, equation 1."""
 
     has_mlp = False
 
 
 class WideDeep(DeepFM):
-    """logit = linear + MLP.
-
-    Of the configuration it uses ``hidden`` and ``dropout``.
-    """
+    """logit = linear + MLP."""
 
     has_pairs = False

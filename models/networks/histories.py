@@ -1,26 +1,29 @@
-"""The histories of a front, for the networks that read them.
+"""Networks that read histories of items: DIN (arXiv 1706.06978), BST (arXiv 1905.06874) and HSTU (arXiv 2402.17152).
 
-Sizes: B samples, D embedding width, L positions of a sequence.
+Sizes: B samples, F fields, D embedding width, N dense features, L positions of a sequence, S sequences of a history, of
+which T share a field's table, n = L + 1, H heads or hidden units.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from cowrec.errors import UserError
 
-from ..front import Features, Front
+from ..config import ModelConfig
+from ..front import Features, Front, Sparse
+from ..layers import LogitKernel, Mlp, glorot_normal
+from ..options import Size
 
 
 class History(NamedTuple):
     """A sequence that shares a field's table, and those along it: its parts, first those that share a field's."""
 
     parts: list[str]
-    """Their names."""
     places: list[int]
-    """Their numbers among the front's fields."""
+    """Numbers of the parts among the front's fields."""
     targets: list[int]
     """Numbers of the fields whose tables the first parts share."""
     length: int
@@ -33,7 +36,7 @@ class History(NamedTuple):
             [B, L + 1, D], and where there is one, which is always at the last: bool [B, L + 1].
         """
         steps = sum(x.sequences[part].rows[:, :, :dim] for part in self.parts)
-        target = sum(x.rows[:, each, None, :dim] for each in self.targets)
+        target = sum(x.rows[:, field, None, :dim] for field in self.targets)
         assert isinstance(steps, Tensor)
         assert isinstance(target, Tensor)
         return torch.cat([steps, target], 1), F.pad(x.sequences[self.parts[0]].mask, (0, 1), value=True)
@@ -44,7 +47,7 @@ def histories_of(front: Front, name: str) -> list[History]:
     sequences, found = front.sequences, list[History]()
     for main, sequence in sequences.items():
         if sequence.shares and not sequence.along:
-            parts = [main, *(part for part, each in sequences.items() if each.along == main)]
+            parts = [main, *(part for part, sequence in sequences.items() if sequence.along == main)]
             parts.sort(key=lambda part: not sequences[part].shares)
             targets = [front.fields.index(sequences[part].shares) for part in parts if sequences[part].shares]
             places = [front.fields.index(part) for part in parts]
@@ -63,3 +66,229 @@ def require_heads(front: Front, heads: int) -> None:
         raise UserError(
             f"model.options.heads = {heads} must divide model.embedding_dim = {front.embedding_dim}; change one"
         )
+
+
+class ActivationUnit(nn.Module):
+    """Sum of a history's steps e_j with the weights a(e_j, v) for a target v, which are not normalised.
+
+    a is an MLP of e_j, v, e_j * v and e_j - v with one hidden layer of H units. e_j, [S * D], is the concatenation of
+    the embeddings of S sequences, v, [T * D], that of the T fields that the first of them share. Product and difference
+    are with their part of e_j. Source: equation 3 and figure 2 of the paper; its "out product" is the element-wise one
+    of the authors' code, which has the difference too. The hidden layer has PReLU: Dice would depend on which samples
+    are on one process, and on the padding.
+    """
+
+    def __init__(self, steps: int, target: int, hidden: int) -> None:
+        super().__init__()
+        self._inputs = (steps, target, target, target)
+        self.kernel = glorot_normal(sum(self._inputs), hidden)
+        self.bias = nn.Parameter(torch.zeros(hidden))
+        self.slope = nn.Parameter(torch.full((1,), 0.25))
+        self.output, self.output_bias = glorot_normal(hidden, 1), nn.Parameter(torch.zeros(1))
+
+    def forward(self, steps: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        """Steps [B, L, S * D], where there are any, bool [B, L], and the target [B, T * D] -> [B, S * D]."""
+        of_steps, of_target, of_products, of_differences = self.kernel.split(self._inputs)
+        products = steps[:, :, : target.shape[1]] * target[:, None]
+        # The differences' kernel joins the steps' and, negative, the target's, which multiplies once for each sample
+        # instead of each position.
+        further = of_steps.shape[0] - of_differences.shape[0]
+        of_steps, of_target = of_steps + F.pad(of_differences, (0, 0, 0, further)), of_target - of_differences
+        hidden = steps @ of_steps
+        hidden += products @ of_products
+        hidden += (target @ of_target + self.bias)[:, None]
+        # PReLU is (1 - slope) ReLU(x) + slope x; with the product behind it, this takes a third of torch.prelu's time.
+        slope = self.slope.to(hidden.dtype)
+        weights = (1 - slope) * (torch.relu(hidden) @ self.output) + slope * (hidden @ self.output) + self.output_bias
+        logits: Tensor = (weights.masked_fill(~mask[:, :, None], 0) * steps).sum(1)
+        return logits
+
+
+class _Attention(nn.Module):
+    """Embeddings of all fields, those of histories attended by the fields whose tables they share.
+
+    A module is one operation for TorchRec's pipeline, which traces the code that calls the tables.
+    """
+
+    def __init__(self, front: Front, hidden: int) -> None:
+        super().__init__()
+        self._dim, self._histories = front.embedding_dim, histories_of(front, "din")
+        self.units = nn.ModuleList(
+            ActivationUnit(len(history.places) * self._dim, len(history.targets) * self._dim, hidden)
+            for history in self._histories
+        )
+
+    def forward(self, x: Features, dense: Tensor) -> Tensor:
+        """[B, F * D + N], field-major, then the dense features [B, N]."""
+        embeddings = list(x.rows[:, :, : self._dim].unbind(1))
+        for history, unit in zip(self._histories, self.units, strict=True):
+            steps = torch.cat([x.sequences[part].rows[:, :, : self._dim] for part in history.parts], 2)
+            target = torch.cat([embeddings[field] for field in history.targets], 1)
+            interests = unit(steps, x.sequences[history.parts[0]].mask, target).split(self._dim, 1)
+            for place, interest in zip(history.places, interests, strict=True):
+                embeddings[place] = interest
+        return torch.cat([*embeddings, dense], 1)
+
+
+class DIN(nn.Module):
+    """logit = MLP of all embeddings, in which each history is attended by the fields whose tables it shares.
+
+    The sequences along a history are weighted with it. Others that share no field's table are averaged. There is no
+    linear part. ``attention`` is the width H of the activation unit's hidden layer.
+    """
+
+    def __init__(self, config: ModelConfig, front: Front, *, attention: Size = 36) -> None:
+        super().__init__()
+        self.front = front
+        self.attention = _Attention(front, attention)
+        self.mlp = Mlp(front.width, config.hidden, config.dropout)
+        self.output = LogitKernel(config.hidden[-1], bias=True)
+
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
+        x = self.front(dense, sparse)
+        logits: Tensor = self.output(self.mlp(self.attention(x, dense)))
+        return logits
+
+
+class TransformerLayer(nn.Module):
+    """s = norm(x + heads(x)), y = norm(s + W2 leaky_relu(W1 s)). Source: equations 4 to 7 of the paper."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self._heads, self._dropout = heads, dropout
+        self.query, self.key, self.value, self.output = (glorot_normal(width, width) for _ in range(4))
+        self.inner, self.inner_bias = glorot_normal(width, 4 * width), nn.Parameter(torch.zeros(4 * width))
+        self.outer, self.outer_bias = glorot_normal(4 * width, width), nn.Parameter(torch.zeros(width))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """[B, L, D], and bool [B, L] of the positions that others see, of which each sample has one -> [B, L, D]."""
+        kernels = (self.query, self.key, self.value)
+        query, key, value = ((x @ kernel).unflatten(2, (self._heads, -1)).transpose(1, 2) for kernel in kernels)
+        heads = F.scaled_dot_product_attention(query, key, value, mask[:, None, None])
+        x = self.norms[0](x + self._dropped(heads.transpose(1, 2).flatten(2) @ self.output))
+        inner = F.leaky_relu(x @ self.inner + self.inner_bias)
+        normed: Tensor = self.norms[1](x + self._dropped(inner @ self.outer + self.outer_bias))
+        return normed
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self._dropout, self.training)
+
+
+class _Transformers(nn.Module):
+    """Embeddings of all fields, those of a history replaced by the transformer's of its items and the scored one."""
+
+    def __init__(self, front: Front, layers: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        width, self._histories = front.embedding_dim, histories_of(front, "bst")
+        self._width, attended = width, {history.places[0] for history in self._histories}
+        self._others = [number for number in range(len(front.fields)) if number not in attended]
+        lengths = [history.length + 1 for history in self._histories]
+        self.positions = nn.ParameterList(glorot_normal(length, width) for length in lengths)
+        self.layers = nn.ModuleList(TransformerLayer(width, heads, dropout) for _ in range(layers * len(lengths)))
+        self._layers = layers
+        self.out_features = (len(self._others) + sum(lengths)) * width + front.num_dense
+
+    def forward(self, x: Features, dense: Tensor) -> Tensor:
+        """Field-major, then each history's L + 1 outputs, zeros where it is shorter, and dense features [B, N]."""
+        parts = [x.rows[:, number, : self._width] for number in self._others]
+        for index, (history, position) in enumerate(zip(self._histories, self.positions, strict=True)):
+            steps, mask = history.with_target(x, self._width)
+            steps = steps + position
+            for layer in range(index * self._layers, (index + 1) * self._layers):
+                steps = self.layers[layer](steps, mask)
+            parts.append((steps * mask[:, :, None]).flatten(1))
+        return torch.cat([*parts, dense], 1)
+
+
+class BST(nn.Module):
+    """logit = MLP of all embeddings and, for each history, of a transformer's outputs for it and the scored item.
+
+    The embeddings of the sequences along a history are added to its own. All sequences but histories are averaged.
+    Positions are learned, counted from the scored item. There is no linear part. ``heads`` divides ``embedding_dim``.
+    """
+
+    def __init__(self, config: ModelConfig, front: Front, *, layers: Size = 1, heads: Size = 2) -> None:
+        super().__init__()
+        require_heads(front, heads)
+        self.front = front
+        self.transformers = _Transformers(front, layers, heads, config.dropout)
+        self.mlp = Mlp(self.transformers.out_features, config.hidden, config.dropout)
+        self.output = LogitKernel(config.hidden[-1], bias=True)
+
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
+        x = self.front(dense, sparse)
+        logits: Tensor = self.output(self.mlp(self.transformers(x, dense)))
+        return logits
+
+
+class HstuLayer(nn.Module):
+    """y = x + W2 (norm(A V) * U) + b2 with [U V Q K] = silu(W1 norm(x) + b1) and A = silu(Q K' + rab) / n, causal.
+
+    The bias rab is learned for each distance between positions; ``dropout`` comes before W2. Source: equations 1 to 3
+    of the paper, with the norm and the sum around them of its authors' code.
+    """
+
+    def __init__(self, width: int, heads: int, length: int, dropout: float) -> None:
+        super().__init__()
+        self._heads, self._length, self._dropout = heads, length, dropout
+        self.inner, self.inner_bias = glorot_normal(width, 4 * width), nn.Parameter(torch.zeros(4 * width))
+        self.outer, self.outer_bias = glorot_normal(width, width), nn.Parameter(torch.zeros(width))
+        self.distance_bias = nn.Parameter(torch.zeros(length))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """[B, n, D], and bool [B, n] of the positions that later ones see -> [B, n, D]."""
+        gate, *others = F.silu(self.norms[0](x) @ self.inner + self.inner_bias).chunk(4, 2)
+        value, query, key = (projected.unflatten(2, (self._heads, -1)).transpose(1, 2) for projected in others)
+        position = torch.arange(self._length, device=x.device)
+        distance = position[:, None] - position
+        scores = query @ key.transpose(2, 3) + self.distance_bias[distance.clamp(min=0)]
+        seen = mask[:, None, None] & (distance >= 0)
+        weights = F.silu(scores).masked_fill(~seen, 0) / self._length
+        gated = self.norms[1]((weights @ value).transpose(1, 2).flatten(2)) * gate
+        y: Tensor = x + F.dropout(gated, self._dropout, self.training) @ self.outer + self.outer_bias
+        return y
+
+
+class _Interests(nn.Module):
+    """Embeddings of all fields, that of a history replaced by the last layer's output for the scored item."""
+
+    def __init__(self, front: Front, layers: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self._width, self._histories = front.embedding_dim, histories_of(front, "hstu")
+        self.stacks = nn.ModuleList(
+            nn.ModuleList(HstuLayer(self._width, heads, history.length + 1, dropout) for _ in range(layers))
+            for history in self._histories
+        )
+
+    def forward(self, x: Features, dense: Tensor) -> Tensor:
+        """[B, F * D + N], field-major, then the dense features [B, N]."""
+        embeddings = list(x.rows[:, :, : self._width].unbind(1))
+        for history, layers in zip(self._histories, self.stacks, strict=True):
+            steps, mask = history.with_target(x, self._width)
+            for layer in cast(nn.ModuleList, layers):
+                steps = layer(steps, mask)
+            embeddings[history.places[0]] = steps[:, -1]
+        return torch.cat([*embeddings, dense], 1)
+
+
+class HSTU(nn.Module):
+    """logit = MLP of all embeddings and, for each history, of an HSTU's output for the scored item behind it.
+
+    The embeddings of the sequences along a history are added to its own. All sequences but histories are averaged.
+    There is no linear part. ``heads`` divides ``embedding_dim``.
+    """
+
+    def __init__(self, config: ModelConfig, front: Front, *, layers: Size = 2, heads: Size = 2) -> None:
+        super().__init__()
+        require_heads(front, heads)
+        self.front = front
+        self.interests = _Interests(front, layers, heads, config.dropout)
+        self.mlp = Mlp(front.width, config.hidden, config.dropout)
+        self.output = LogitKernel(config.hidden[-1], bias=True)
+
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
+        x = self.front(dense, sparse)
+        logits: Tensor = self.output(self.mlp(self.interests(x, dense)))
+        return logits

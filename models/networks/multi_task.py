@@ -92,16 +92,14 @@ class MMoE(nn.Module):
 
 
 class ExtractionLevel(nn.Module):
-    """Each task's gate mixes its own and the shared experts; a shared gate, if it is not the last level, all of them.
+    """Each task's gate mixes its own and the shared experts; a shared gate mixes all, unless the level is the last.
 
     Source: section 4.2 of the paper.
 
     Args:
-        config: uses ``hidden``, of each expert, and ``dropout``.
-        width: of the inputs.
+        width: width of the inputs.
         task_experts: number of experts of each task.
-        shared_experts: number of experts that all tasks share.
-        is_last: no later level needs a shared output.
+        is_last: whether no later level needs a shared output.
     """
 
     def __init__(
@@ -128,9 +126,9 @@ class ExtractionLevel(nn.Module):
         *of_tasks, of_all = inputs
         shared = _outputs(self.shared, of_all)
         own = [_outputs(cast(nn.ModuleList, experts), x) for experts, x in zip(self.tasks, of_tasks, strict=True)]
-        mixed = [gate(x, [*each, *shared]) for gate, x, each in zip(self.gates, of_tasks, own, strict=True)]
+        mixed = [gate(x, [*outputs, *shared]) for gate, x, outputs in zip(self.gates, of_tasks, own, strict=True)]
         if self.shared_gate is not None:
-            mixed.append(self.shared_gate(of_all, [*(output for each in own for output in each), *shared]))
+            mixed.append(self.shared_gate(of_all, [*(output for outputs in own for output in outputs), *shared]))
         return mixed
 
 

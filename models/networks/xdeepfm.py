@@ -39,7 +39,6 @@ class XDeepFM(nn.Module):
     """logit = linear + kernel . CIN(embeddings) + MLP. Source: equation 9 of the paper.
 
     Args:
-        config: uses ``hidden`` and ``dropout``.
         maps: numbers of feature maps of the CIN's layers.
     """
 

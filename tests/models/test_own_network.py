@@ -43,14 +43,6 @@ Pair = net(lambda self, x: (x.wide, x.flat))
 Double = net(lambda self, x: x.wide.double())
 Detached = net(lambda self, x: (x.flat.detach() @ self.kernel).sum(1))
 
-class NoParameters(nn.Module):
-    def __init__(self, config, front):
-        super().__init__()
-        self.front = front
-
-    def forward(self, dense, sparse):
-        return self.front(dense, sparse).wide
-
 class Lengths(Net):
     def forward(self, dense, sparse):
         return sparse.lengths()
@@ -185,7 +177,6 @@ def test_of_an_installed_package_only_its_own_files_are_listed() -> None:
         ("my_module:Squeezed", r"on 1 sample returned \[\] .* of one logit for each sample, float32 \[1\]"),
         ("my_module:Pair", "returned tuple instead"),
         ("my_module:Double", r"returned \[3\] of torch.float64 instead of one logit for each sample, float32 \[3\]"),
-        ("my_module:NoParameters", "has no parameters to train beside the tables; add one"),
         ("my_module:Detached", "do not depend on the embeddings"),
         ("my_module:Lengths", r"failed \(\S*my_module.py:\d+\): AttributeError: .*only be passed to self.front"),
     ],

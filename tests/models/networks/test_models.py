@@ -253,7 +253,6 @@ REFUSED = [
     (lambda: build(tables(3), name="wdl", embedding_dim=4), NARROW),
     (lambda: build(tables(10), name="wdl", embedding_dims={"C1": 4}), MIXED_WIDTH),
     (lambda: build([], name="wdl"), r"at least one sparse field, got none; .* transform = .buckets"),
-    (lambda: build(tables(pooling="MEAN"), weighted=True, **SMALL), "1 / length"),
     (lambda: build(tables(rows=(5,)), 0, name="dlrm", **SMALL), "needs two fields, or dense features"),
     (lambda: network(embedding_dims={"C1x": 4}), r"model.embedding_dims names 'C1x', .* did you mean 'C1'?"),
     (lambda: network(name="finalmlp", hidden=(6,), options={"heads": 4}), r"heads = 4 must divide .* = \[6\]"),
