@@ -21,10 +21,7 @@ class UnmatchedVersions(UserError, ImportError):
 
 
 class MatchedSet(NamedTuple):
-    """Versions that work together; a release matches when its first two numbers do (2.13.0+cpu matches 2.13.0).
-
-    ``pythons`` are those with which ``make test-matrix`` runs the suite, separated by spaces.
-    """
+    """Versions that work together, by their first two numbers; ``make test-matrix`` tests with these Pythons."""
 
     torch: str
     fbgemm: str
@@ -47,18 +44,15 @@ def require_matched_set(load: Callable[[], None] | None = None) -> None:
     """Checks by their metadata that the installed torch, fbgemm and torchrec belong together.
 
     A set that was not tested, but follows the rule above and is not older than the tested ones, is accepted with a
-    warning if ``load`` succeeds.
-
-    Args:
-        load: imports what cowrec needs of them; None leaves both this check and the warning out.
+    warning if ``load``, which imports what cowrec needs of them, succeeds. None leaves this check and the warning out.
 
     Raises:
-        UnmatchedVersions: they do not belong together, or one is missing, or ``load`` failed; the message names the
+        UnmatchedVersions: they do not belong together, one is missing, or ``load`` failed; the message names the
             versions found and the commands to run.
     """
     torch, torchrec = _installed("torch"), _installed("torchrec")
     builds = {name: number for name in (CPU_BUILD, CUDA_BUILD) if (number := _installed(name))}
-    tested = next((each for each in MATCHED_SETS if _series(each.torch) == _series(torch)), None)
+    tested = next((matched for matched in MATCHED_SETS if _series(matched.torch) == _series(torch)), None)
     found = {"torch": torch, **(builds or {"fbgemm-gpu": ""}), "torchrec": torchrec}
     listed = ", ".join(f"{name} {number or '(not installed)'}" for name, number in found.items())
     remedy = _remedy(tested or MATCHED_SETS[0], torch, torchrec, builds)

@@ -14,15 +14,12 @@ from cowrec.errors import UserError
 
 @dataclass(frozen=True)
 class FtrlConfig:
-    """FTRL-Proximal of single weights, without L1 and L2: a rate of its own for each weight, which falls as it learns.
+    """FTRL-Proximal of single weights, without L1 and L2: each weight has a rate of its own, which falls as it learns.
 
-    It takes the gradient g of the *sum* of the batch's losses, ``batch_size`` times that of their mean, which makes
-    alpha and beta the same for all batch sizes. In a batch s times as large, a rare weight still has single samples:
-    nothing changes. A frequent one has 1/s of the steps, with g of s times as many samples. Where these mostly cancel,
-    g grows by sqrt(s), the sum of its squares over the same samples stays, and the weight moves as far in a sample as
-    before. Where they agree, as at the start, the sum of squares is s times as large, and the weight moves 1/sqrt(s) as
-    far; a larger alpha would make up for that, but move all other weights too far. Sums of squares are also of one
-    scale while batches grow.
+    It takes the gradient g of the *sum* of the batch's losses, ``batch_size`` times that of their mean, so that alpha
+    and beta are the same for all batch sizes. In a batch s times as large, a rare weight still has single samples, and
+    nothing changes. A frequent weight has 1/s of the steps. Where its samples mostly cancel, it moves as far in a
+    sample as before. Where they agree, as at the start, it moves 1/sqrt(s) as far.
 
     Attributes:
         alpha: rate of a weight, > 0: its first step is ``alpha * g / (beta + |g|)``.
@@ -55,15 +52,14 @@ class AdamConfig:
             ``sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``.
         l2: coefficient of ``l2 * sum(w^2)`` in the loss: ``2 * l2 * w`` joins the gradient before the clip, >= 0.
         absent_rows: treatment of rows without an id in the batch. "lazy": they do not change. "dense": they take the
-            step too, with the gradient ``2 * l2 * w`` clipped as for one occurrence (the published algorithm; every
-            step updates the whole table). "replay": the results of "dense" at the cost of the batch's rows; a row takes
-            its missed steps when its id occurs again or when it is read.
-        weight_decay: each step multiplies a row by ``1 - lr * weight_decay`` beside its Adam step, >= 0 and at most
-            1 / lr (decoupled decay, as in AdamW: arXiv 1711.05101, Algorithm 2, with the learning rate as in torch). It
-            is not part of the gradient, so that no clip bounds it. In float32 a step's decay below 3e-8 is lost, and
-            inexact below 1e-7.
-        wide: FTRL for the columns after ``clip_columns``, which then have neither L2 nor weight decay nor the learning
-            rate, and change in the batch's rows alone; None for Adam.
+            step too, with the gradient ``2 * l2 * w`` clipped as for one occurrence (the published algorithm, which
+            updates the whole table in every step). "replay": the results of "dense" at the cost of the batch's rows; a
+            row takes its missed steps when its id occurs again or when it is read.
+        weight_decay: each step multiplies a row by ``1 - lr * weight_decay`` beside its Adam step, >= 0 and at most 1 /
+            lr (decoupled decay, as in AdamW: arXiv 1711.05101, Algorithm 2, with the learning rate as in torch). No
+            clip bounds it. In float32 a step's decay below 3e-8 is lost, and inexact below 1e-7.
+        wide: FTRL for the columns after ``clip_columns``, which have neither L2 nor weight decay nor the learning rate,
+            and change in the batch's rows alone; None for Adam.
 
     Raises:
         ValueError: a value is out of range.
@@ -101,9 +97,7 @@ class AdamScalars(NamedTuple):
 
 
 def adam_scalars(config: AdamConfig, lr: float, step: int) -> AdamScalars:
-    """Learning rate, bias corrections and decay of step ``step``, from 1. Source: arXiv 1412.6980, Algorithm 1, section
-    2.
-    """
+    """Scalars of step ``step``, from 1. Source: arXiv 1412.6980, Algorithm 1, section 2."""
     first, second = (1 - beta**step for beta in config.betas)
     decay = lr * config.weight_decay
     if config.adam_epsilon == "keras":
@@ -118,9 +112,8 @@ def table_scalars(scalars, lr_factor):  # type: ignore[no-untyped-def]
 
 
 class AdamConstants(NamedTuple):
-    """Numbers that are the same in every step.
-
-    ``one_minus_beta1`` and ``one_minus_beta2`` are rounded from double: in float32, 1 - 0.999 is already 1e-5 off.
+    """Numbers that are the same in every step; the complements are rounded from double, as 1 - 0.999 in float32 is 1e-5
+    off.
     """
 
     beta1: float
@@ -143,10 +136,8 @@ def adam_element(weight, first, second, gradient, constants, scalars, root, divi
     """Takes one Adam step on one element, or on tensors of them; returns weight, first and second moment after it.
 
     Args:
-        weight, first, second: before the step.
         gradient: clipped, L2 included.
-        constants: :class:`AdamConstants`, in the precision of the weight.
-        scalars: :class:`AdamScalars`, likewise.
+        constants, scalars: :class:`AdamConstants` and :class:`AdamScalars`, in the precision of the weight.
         root, divide: the back end's correctly rounded square root and division.
     """
     first = constants.beta1 * first + constants.one_minus_beta1 * gradient
@@ -174,15 +165,9 @@ def ftrl_constants(config: FtrlConfig | None) -> FtrlConstants:
 def ftrl_element(weight, squares, gradient, alpha, constants, root, divide):  # type: ignore[no-untyped-def]
     """Takes one FTRL step on one element, or on tensors of them; returns weight and sum of squared gradients after it.
 
-    Source: McMahan et al. 2013, Algorithm 1 with lambda_1 = lambda_2 = 0. Its weight is then ``-z * alpha / (beta +
-    sqrt(n))``, so that z need not be kept: ``z + g - sigma * w`` gives ``w - alpha * g / (beta + sqrt(n + g^2))``.
-
-    Args:
-        weight, squares: before the step.
-        gradient: of the mean loss, without L2 and not clipped.
-        alpha: that of the table.
-        constants: :class:`FtrlConstants`, in the precision of the weight.
-        root, divide: as in :func:`adam_element`.
+    ``gradient`` is that of the mean loss, without L2 and not clipped. Source: McMahan et al. 2013, Algorithm 1 with
+    lambda_1 = lambda_2 = 0. Its weight is then ``-z * alpha / (beta + sqrt(n))``, so that z need not be kept: ``z + g -
+    sigma * w`` gives ``w - alpha * g / (beta + sqrt(n + g^2))``.
     """
     gradient = constants.batch_size * gradient
     squares = squares + gradient * gradient

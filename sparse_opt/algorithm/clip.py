@@ -26,7 +26,7 @@ class RowLimit(NamedTuple):
     Attributes:
         r: share of the weight norm; dimensionless, >= 0.
         floor: least value of the bracket, in units of the weight norm, >= 0.
-        per_occurrence: p = 1, every occurrence of the id adds one bracket; else p = 0.
+        per_occurrence: p = 1, every occurrence of the id adds one bracket.
     """
 
     r: float
@@ -37,21 +37,21 @@ class RowLimit(NamedTuple):
 def limits_of_norms(
     weight_norms: Tensor, counts: Tensor, r: float | Tensor, floor: float | Tensor, per_occurrence: bool | Tensor
 ) -> Tensor:
-    """Largest allowed gradient norms: ``counts^p * max(r * weight_norms, floor)``.
+    """Largest allowed gradient norms, float [U]: ``counts^p * max(r * weight_norms, floor)``.
 
     Args:
         weight_norms: norms before the update, float [U].
         counts: occurrences in the global batch, int [U].
         r, floor, per_occurrence: as in :class:`RowLimit`, for all rows or one of each, [U].
-
-    Returns:
-        float [U].
     """
     return (r * weight_norms).clamp_min(floor) * counts**per_occurrence
 
 
 class ClipRule(Protocol):
-    """Interface of a clip rule: the scope of its norm, and the limit for embeddings of a given width."""
+    """Interface of a clip rule: the scope of its norm, and the limit for embeddings of a given width.
+
+    The rules below raise ValueError for a value out of range.
+    """
 
     name: ClassVar[str]
     scope: ClassVar[Scope]
@@ -77,9 +77,6 @@ class CowClip:
     Attributes:
         r: share of the weight norm allowed for each occurrence; dimensionless, > 0.
         zeta: floor of that bound, in units of the weight norm, >= 0.
-
-    Raises:
-        ValueError: r or zeta is out of range.
     """
 
     r: float = 1.0
@@ -99,14 +96,11 @@ class CowClip:
 class ReferenceCowClip:
     """CowClip as in the reference code: ``r * count * max(||w||, r * sqrt(D) * bound)``.
 
-    Equal to the paper's form with zeta = r^2 * sqrt(D) * bound; the published accuracies were measured with it.
+    It equals the paper's form with zeta = r^2 * sqrt(D) * bound; the published accuracies were measured with it.
 
     Attributes:
         r: the reference's ``--clip``; dimensionless, > 0.
         bound: the reference's ``--bound``, in units of one weight, >= 0.
-
-    Raises:
-        ValueError: r or bound is out of range.
     """
 
     r: float = 1.0
@@ -128,9 +122,6 @@ class ConstantClip:
 
     Attributes:
         max_norm: the threshold, in units of the gradient norm, > 0. :func:`scale_clip` scales it with the batch.
-
-    Raises:
-        ValueError: max_norm is out of range.
     """
 
     max_norm: float
@@ -193,8 +184,7 @@ def cowclip_limits(weights: Tensor, counts: Tensor, *, r: float, zeta: float) ->
     Args:
         weights: rows before the update, float [U, D]; half precisions are measured in float32.
         counts: occurrences of each row in the global batch, int [U], at least 1.
-        r: share of the weight norm allowed for each occurrence; dimensionless, > 0.
-        zeta: floor of that bound, in units of the weight norm, >= 0.
+        r, zeta: as in :class:`CowClip`.
 
     Returns:
         float [U], float32 or the weights' own type if wider. Source: arXiv 2204.06240, Algorithm 1, line 8.
@@ -210,8 +200,8 @@ def clip_scales(grads: Tensor, limits: Tensor) -> Tensor:
         limits: largest allowed norm of each, float [U], >= 0.
 
     Returns:
-        float [U] in [0, 1]; float32 or the gradients' own type if wider; 0 of an infinite norm and 1 of NaN, times
-        which a gradient that is not finite stays so.
+        float [U] in [0, 1], float32 or the gradients' own type if wider; 0 of an infinite norm and 1 of NaN, so that a
+        gradient that is not finite stays so.
     """
     return scales_of_norms(row_norms(grads), limits)
 
@@ -247,12 +237,7 @@ def clip_rows(grads: Tensor, weights: Tensor, counts: Tensor, rule: ClipRule) ->
 def clip_tables(
     grads: Sequence[Tensor], weights: Sequence[Tensor], counts: Sequence[Tensor], rule: ClipRule
 ) -> list[Tensor]:
-    """Clips the gradients of several tables' rows present in the batch, by a rule of any scope.
-
-    Args:
-        grads, weights, counts: of each table, as in :func:`clip_rows`.
-        rule: any clip rule.
-    """
+    """Clips the gradients of several tables' rows as :func:`clip_rows`, by a rule of any scope."""
     if rule.scope == "row":
         return [clip_rows(*table, rule) for table in zip(grads, weights, counts, strict=True)]
     pairs = zip(grads, weights, strict=True)
@@ -269,7 +254,7 @@ def clip_tables(
 def row_norms(rows: Tensor) -> Tensor:
     """L2 norm of each row of [U, D]; [U], in float32 or the rows' own type if wider.
 
-    Summed in float64, so that neither the norm nor the set of clipped rows depends on the order or the back end.
+    It is summed in float64, so that neither the norm nor the set of clipped rows depends on the order or the back end.
     """
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     return norms.to(torch.promote_types(rows.dtype, torch.float32))

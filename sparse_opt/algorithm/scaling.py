@@ -27,8 +27,8 @@ class Hyperparameters:
         l2: coefficient of ``l2 * sum(w^2)`` over embeddings and wide weights, >= 0.
         betas: decay of Adam's first and second moment, per step, each in [0, 1); of tables and network.
         eps: added to the root of Adam's second moment, > 0; of tables and network.
-        weight_decay: decoupled weight decay of the tables; a step multiplies weights by ``1 - embedding_lr *
-            weight_decay``; >= 0.
+        weight_decay: decoupled weight decay of the tables, >= 0: a step multiplies weights by ``1 - embedding_lr *
+            weight_decay``.
         dense_weight_decay: the same of everything else, with ``dense_lr``.
 
     Raises:
@@ -170,8 +170,7 @@ def scale_hyperparameters(
 
     Args:
         base: values for ``base_batch_size``.
-        base_batch_size: samples per step of ``base``, over all processes.
-        batch_size: samples per step to scale to; smaller than the base is allowed.
+        base_batch_size, batch_size: samples per step over all processes, of ``base`` and of the result.
         rule: a key of :data:`SCALING_RULES`.
         embedding: kind of the tables' optimizer, on which `half_life` depends; row-wise Adagrad is "adagrad".
 
@@ -185,14 +184,14 @@ def scale_hyperparameters(
 
 
 def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: str = "half_life") -> ClipRule:
-    """Scales a clip rule to another batch size.
+    """Scales a clip rule to another batch size; arguments as in :func:`scale_hyperparameters`.
 
     Under `half_life`, limits shrink like the gradients, so that the rows of the base batch are clipped alike: those of
-    a row like the gradient of one occurrence, to 1/s; those of a table, and of all tables, to 1/sqrt(s). Under the
+    a row to 1/s, like the gradient of one occurrence; those of a table, and of all tables, to 1/sqrt(s). Under the
     paper's rules, constant thresholds grow with sqrt(s) (its Table 6) and other limits stay. "none" keeps all.
 
-    Arguments and errors are those of :func:`scale_hyperparameters`; and ValueError for a rule outside of
-    :data:`CLIP_RULES` whose limits change.
+    Raises:
+        ValueError: as there, or limits change of a rule outside of :data:`CLIP_RULES`.
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
     return _with_limits_times(SCALING_RULES[rule].limit_factor(clip, s), clip)
@@ -222,7 +221,7 @@ def _with_limits_times(factor: float, clip: ClipRule) -> ClipRule:
     factors = {"r": factor, "zeta": factor, "bound": 1 / factor, "max_norm": factor}
     values: Any = clip
     scaled: ClipRule = replace(
-        values, **{each.name: getattr(clip, each.name) * factors[each.name] for each in fields(values)}
+        values, **{field.name: getattr(clip, field.name) * factors[field.name] for field in fields(values)}
     )
     return scaled
 

@@ -4,8 +4,7 @@ FBGEMM updates a table inside the backward of its lookup, so the clip has to cha
 autograd function on the lookup's output computes each row's gradient from the output gradient and the ids, and from it
 the row's clip factor; it then scales every id's share of the gradient by the factor of its row, through the ids'
 weights. Where bags hold at most one id, it writes the row's clipped gradient, L2 included, into the output gradient
-instead. Either way the fused update sees exactly the clipped row gradient. After input-dist a row-wise or table-wise
-shard has the global batch's ids of its rows, so counts are global.
+instead. After input-dist a row-wise or table-wise shard has the global batch's ids of its rows, so counts are global.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,9 +51,8 @@ def attach_cowclip(
     """Clips the row gradients of every table of a model before its fused optimizer applies them.
 
     The loss must be the mean over the global batch (with TorchRec's gradient division, which is on by default). The
-    attachment lasts until ``handle.remove()``; evaluation is not affected.
-
-    Rules for tables or for all of them take the norm over the rows of the batch; all processes then take every step.
+    attachment lasts until ``handle.remove()``; evaluation is not affected. Rules for tables or for all of them take the
+    norm over the rows of the batch; all processes then take every step.
 
     Args:
         model: any module that holds sharded EmbeddingBagCollections or EmbeddingCollections under fused optimizers
@@ -72,9 +70,9 @@ def attach_cowclip(
             ``single_id_bags``.
         grad_scaler: of the loss, if one scales it: gradients are divided by its scale before they are measured and
             applied. A lookup whose output gradient is not finite applies a gradient of zeros.
-        verify: how many steps to check that clip rows, of the first hundred of each lookup, and the first step besides.
-            After FBGEMM's update, a few rows must have moved as their limits allow, by a plain computation from ids and
-            output gradient. Under SGD, Adagrad, row-wise Adagrad and Adam; later steps cost nothing. 0 for no check.
+        verify: number of steps with clipped rows, among the first hundred of each lookup, that are checked beside the
+            first step: under SGD, Adagrad, row-wise Adagrad and Adam a few rows must have moved as a plain computation
+            from ids and output gradient says. 0 for no check.
 
     Returns:
         A handle with ``stats()`` and ``remove()``.
@@ -96,18 +94,17 @@ def attach_cowclip(
             _require_single_id_bags(lookups, clip_columns is not None, l2)
         _require_float32_outputs(lookups, single_id_bags, l2, loss_scale)
     require_unattached(inventory)
-    for each in (each for each in lookups if not each.lookup.has_dense_gradient):
-        if single_id_bags or each.lookup.is_sequence:
-            each.compile(lambda rows, nothing: rows.clipped_output_grad(nothing, l2))
-        else:
-            each.compile(lambda rows, nothing: rows.id_factors(nothing))
-    look_up = {each: _Clip(each, single_id_bags, l2, loss_scale, UpdateCheck(each, verify)).look_up for each in lookups}
-    return LookupsHandle(inventory, lookups, look_up)
+    for wrapped in lookups:
+        if wrapped.lookup.shares_output_grads and not single_id_bags:
+            wrapped.compile(lambda rows, nothing: rows.id_factors(nothing))
+        elif not wrapped.lookup.has_dense_gradient:
+            wrapped.compile(lambda rows, nothing: rows.clipped_output_grad(nothing, l2))
+    clips = [_Clip(wrapped, single_id_bags, l2, loss_scale, UpdateCheck(wrapped, verify)) for wrapped in lookups]
+    return LookupsHandle(inventory, lookups, {clip.wrapped: clip.look_up for clip in clips})
 
 
 def _require_single_id_bags(lookups: Sequence[WrappedLookup], clips_columns: bool, l2: float) -> None:
-    """Raises ValueError for what bags of several ids cannot be given."""
-    if not any(each.lookup.shares_output_grads for each in lookups):
+    if not any(wrapped.lookup.shares_output_grads for wrapped in lookups):
         return
     if l2 > 0:
         raise UserError(
@@ -124,8 +121,7 @@ def _require_single_id_bags(lookups: Sequence[WrappedLookup], clips_columns: boo
 def _require_float32_outputs(
     lookups: Sequence[WrappedLookup], single_id_bags: bool, l2: float, loss_scale: LossScale
 ) -> None:
-    """Raises ValueError where small numbers would be written into an output gradient in half precision."""
-    for lookup in (each.lookup for each in lookups if each.lookup.output_is_half):
+    for lookup in (wrapped.lookup for wrapped in lookups if wrapped.lookup.output_is_half):
         if l2 > 0 or (loss_scale.is_used and (single_id_bags or lookup.is_sequence)):
             small, other = ("a small L2", "l2 = 0, ") if l2 > 0 else ("that of the unscaled loss", "")
             raise UserError(
@@ -136,14 +132,7 @@ def _require_float32_outputs(
 
 @dataclass(frozen=True)
 class _Clip:
-    """The clip of a lookup.
-
-    Attributes:
-        wrapped: the lookup.
-        single_id_bags, l2: as in :func:`attach_cowclip`.
-        loss_scale: scale of the loss.
-        check: the check that runs after a step.
-    """
+    """The clip of a lookup; ``check`` runs after a step, and the other settings are those of :func:`attach_cowclip`."""
 
     wrapped: WrappedLookup
     single_id_bags: bool

@@ -2,7 +2,7 @@
 
 The expected update is computed in plain torch from the ids, the output gradient and the rows before the step, and
 compared after FBGEMM's update. A fault between the two, such as a backward that reads a copy of what the clip has
-written, would otherwise train without the clip, while its statistics look right.
+written, would otherwise train without the clip.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,7 @@ _TOLERANCE = 0.01
 
 
 class UpdateCheck:
-    """Check of the first step of a lookup, and of its first steps in which rows are clipped.
-
-    Args:
-        wrapped: a lookup; only those under a fused optimizer with a known rule are checked.
-        steps: how many steps with clipped rows to check, of the first hundred; 0 for no check at all.
-    """
+    """Check of a lookup's first step, and of its first ``steps`` steps in which rows are clipped."""
 
     def __init__(self, wrapped: WrappedLookup, steps: int):
         self.wrapped, self._seen = wrapped, 0
@@ -74,13 +69,11 @@ class StepCheck:
         self._check, self._update, self._rows = check, update, list[_Expected]()
 
     def expect(self, backward: LookupBackward, l2: float, factors: Tensor | None) -> None:
-        """Computes the updates of some rows; called after the clip and before FBGEMM's update.
+        """Computes the updates of some rows; called after the clip of the unscaled backward pass, and before FBGEMM's
+        update.
 
-        Args:
-            backward: the unscaled backward pass.
-            l2: as in :func:`attach_cowclip`.
-            factors: the clip's factor of each id, [nnz], by which rows are chosen; None if it is written into the
-                output gradient.
+        ``factors``, of the ids, [nnz], tell which rows are clipped; None if the clip is written into the output
+        gradient.
         """
         self._rows = []
         if not backward.bags.indices.numel() or not self._check.begin():
@@ -95,8 +88,8 @@ class StepCheck:
         grads, weights, noise, counts, table = _gradients_of(wrapped, ids, backward, row)
         grads = grads + 2 * l2 * weights
         measured = torch.arange(grads.shape[1], device=grads.device) < wrapped.limits.clips.columns[table][:, None]
-        norms, weight_norms = (torch.where(measured, each, 0).norm(dim=1) for each in (grads, weights))
-        _, r, floor, per_occurrence = (each[table] for each in wrapped.limits.clips)
+        norms, weight_norms = (torch.where(measured, values, 0).norm(dim=1) for values in (grads, weights))
+        _, r, floor, per_occurrence = (limit[table] for limit in wrapped.limits.clips)
         limits = limits_of_norms(weight_norms, counts, r, floor, per_occurrence)
         if not wrapped.is_local:  # the norms are those of several rows, or of columns on other ranks
             slot = parts_of_positions(ids.begin, len(ids.row))[torch.searchsorted(ids.row, row)]
@@ -111,27 +104,23 @@ class StepCheck:
         for i, (t, at, count, norm, limit) in enumerate(zip(*numbers, strict=True)):
             kept, dim = self._update.kept[t], wrapped.lookup.shards[t].embedding_dim
             before, grad, error = kept[at].double(), grads[i, :dim], noise[i, :dim]
-            after, *others = (self._update.step(before, each) for each in (grad, grad + error, grad - error))
-            kind, errors = torch.finfo(kept.dtype), torch.stack([(each - after).abs() for each in others])
+            after, *others = (self._update.step(before, gradient) for gradient in (grad, grad + error, grad - error))
+            kind, errors = torch.finfo(kept.dtype), torch.stack([(stepped - after).abs() for stepped in others])
             allowed = errors.amax(0) + 4 * kind.eps * (before.abs() + after.abs() + kind.smallest_normal)
             clip = f"{count} times in the batch, with a gradient of norm {norm:.4g} and a limit of {limit:.4g}"
             self._rows.append(_Expected(t, at, before, after, allowed, clip))
 
     def compare(self, *_: Any) -> None:
-        """Compares the rows; called after FBGEMM's update.
-
-        Raises:
-            RuntimeError: a row has taken another update.
-        """
+        """Compares the rows; called after FBGEMM's update. Raises RuntimeError if a row has taken another."""
         rows, self._rows = self._rows, []
-        for each in rows:
-            got = self._update.kept[each.table][each.row].double()
-            if each.after.isfinite().all() and not ((got - each.after).abs() <= each.allowed).all():
-                shard = self._check.wrapped.lookup.shards[each.table]
-                found, expected = ((after - each.before).norm().item() for after in (got, each.after))
+        for row in rows:
+            got = self._update.kept[row.table][row.row].double()
+            if row.after.isfinite().all() and not ((got - row.after).abs() <= row.allowed).all():
+                shard = self._check.wrapped.lookup.shards[row.table]
+                found, expected = ((after - row.before).norm().item() for after in (got, row.after))
                 raise RuntimeError(
-                    f"the clip did not reach the update of table {shard.name!r}: row {shard.first_row + each.row} is"
-                    f" {each.clip}, by which its {self._update.name} should have changed by {expected:.4g}, but changed"
+                    f"the clip did not reach the update of table {shard.name!r}: row {shard.first_row + row.row} is"
+                    f" {row.clip}, by which its {self._update.name} should have changed by {expected:.4g}, but changed"
                     f" by {found:.4g}. FBGEMM has read other numbers than the clip wrote, as under hooks on saved"
                     " tensors or casts that copy them; or another thread or optimizer has changed the row meanwhile."
                     " The step has been taken: begin again from an earlier checkpoint. Without this check: verify=0"
@@ -141,9 +130,8 @@ class StepCheck:
 def _gradients_of(
     wrapped: WrappedLookup, ids: LookupIds, backward: LookupBackward, row: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients [n, D] of some rows, their weights, the rounding of sums in float32, all float64, counts and tables.
-
-    ``row`` is sorted, int [n], among the rows of all tables.
+    """Gradients of rows (sorted, int [n]), [n, D], weights and rounding of float32 sums, all float64; counts and
+    tables.
     """
     here = torch.isin(ids.row, row)
     order, rows = ids.order[here], ids.row[here]

@@ -24,8 +24,8 @@ class Admission:
         window: for "count", in seconds of sample time (or batches, where samples have no time): occurrences that
             arrived longer ago do not count, those of the last three quarters of it always do. 0: all count.
         counters: for "count", uint16 cells of the table; the memory is twice as many bytes. e * N / W (see
-            kernels/sketch.py) should stay well below the threshold; ``filter_excess`` of ``IdTables.counters`` reports
-            it. W is a quarter of the cells without a window and 7/128 of them with one.
+            kernels/sketch.py), which ``filter_excess`` of ``IdTables.counters`` reports, should stay well below the
+            threshold. W is a quarter of the cells without a window and 7/128 of them with one.
     """
 
     kind: Literal["none", "count", "probabilistic"] = "none"
@@ -75,9 +75,8 @@ class IdTableConfig:
     """A table of ids, of one feature or shared by several.
 
     Attributes:
-        capacity: ids that it holds at most, >= 1. It is split into up to ``max_segments`` segments by the ids' hash,
-            each with an equal share; as ids do not spread quite evenly, the first segment is full a little before the
-            table is (at 95 % of the capacity or later).
+        capacity: ids that it holds at most, >= 1, in segments with equal shares; as ids do not spread quite evenly, the
+            first segment is full a little before the table is (at 95 % of the capacity or later).
         features: names of the features that it serves; an id of one feature is distinct from the same id of another.
         when_full: "oldest" evicts the ids not seen for longest, "least_frequent" those that occurred least often (then
             the oldest; counts saturate at 65,535), "refuse" gives new ids the out-of-vocabulary row.
@@ -121,7 +120,7 @@ def id_error(ids: np.ndarray, splits: np.ndarray, features: int) -> str:
 
 
 def time_error(times: np.ndarray | None, ids: np.ndarray, timed: bool | None) -> str:
-    """Checks the times of a batch; ``timed`` tells whether earlier batches had times, None if there were none."""
+    """Checks the times of a batch; ``timed`` tells whether earlier batches had times."""
     if timed is not None and timed != (times is not None):
         return "samples must have times in every batch or in none, got a batch " + (
             "without times after batches with times" if timed else "with times after batches without"

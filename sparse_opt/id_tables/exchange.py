@@ -21,42 +21,27 @@ _TIME_BITS = 32
 
 @dataclass(frozen=True)
 class OwnedIds:
-    """Ids of the global batch that this rank owns, in the order of the batch: by feature, and in each by rank.
+    """Ids of the global batch that this rank owns, in the order of the batch: by feature, and in each by rank."""
 
-    Attributes:
-        ids: int64 [n].
-        splits: where each feature's ids begin, int64 [F + 1].
-        times: int64 [n], empty where samples have no time.
-        newest: newest time of the global batch, -1 where it has none.
-    """
-
-    ids: np.ndarray
-    splits: np.ndarray
-    times: np.ndarray
-    newest: int
+    ids: np.ndarray  # int64 [n]
+    splits: np.ndarray  # where each feature's ids begin, int64 [F + 1]
+    times: np.ndarray  # int64 [n], empty where samples have no time
+    newest: int  # newest time of the global batch, -1 where it has none
 
 
 class IdExchange:
-    """Sends a batch's ids to their owners and the rows back; all ranks of the group call each method together.
-
-    A single process owns all ids and sends nothing.
-    """
+    """Sends a batch's ids to their owners and the rows back; all ranks of the group call each method together."""
 
     def __init__(self, layout: IdLayout, group: ProcessGroup | None) -> None:
         self._layout, self._group = layout, group
         self.ranks = len(layout.first_segments) - 1
 
     def collect(self, problem: str, ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None) -> OwnedIds:
-        """Sends this rank's ids to their owners and receives those that it owns.
+        """Sends this rank's ids, int64 [V], to their owners and receives those that it owns.
 
-        Args:
-            problem: error message for this rank's batch, "" for none.
-            ids: int64 [V].
-            splits: int64 [F + 1].
-            times: int64 [V] in [0, 2^32), or None on all ranks.
-
-        Raises:
-            ValueError: this rank or another one has a problem, or only some ranks have times; raised on every rank.
+        ``problem`` is the message of an error in this rank's batch, or ""; ``splits`` are int64 [F + 1], ``times``
+        int64 [V] in [0, 2^32), or None on all ranks. If a rank has a problem, or only some have times, all raise
+        ValueError.
         """
         newest = -1 if problem or times is None or len(times) == 0 else int(times.max())
         if self.ranks == 1:
@@ -86,7 +71,7 @@ class IdExchange:
         return OwnedIds(np.ascontiguousarray(got[:, 0]), np.append(0, ends), seen, int(header[:, 2].max()))
 
     def _owners(self, ids: np.ndarray, splits: np.ndarray) -> np.ndarray:
-        """Ranks that own the ids that a table translates; remembers which those are, and the rows of the others."""
+        """Ranks that own the ids that a table translates; remembers which ids those are, and the rows of the others."""
         segments, _, self._rows = segments_of_ids(ids, splits, self._layout.mapping, 0)
         self._held = (segments >= 0).nonzero()[0]
         owner: np.ndarray = np.searchsorted(self._layout.first_segments[1:], segments[self._held], side="right")
@@ -129,11 +114,8 @@ class IdExchange:
         return result.numpy()
 
     def sharded(self, local: Tensor, rows: np.ndarray) -> ShardedTensor | Tensor:
-        """A tensor that is sharded over the ranks by its first dimension; ``local`` itself where there is no group.
-
-        Args:
-            local: this rank's shard, whose memory the result shares.
-            rows: length of each rank's shard, int64 [W].
+        """A tensor that is sharded over the ranks by its first dimension, by shards of ``rows``, int64 [W]; ``local``
+        is here.
         """
         if self._group is None:
             return local

@@ -8,18 +8,7 @@ import numpy as np
 from cowrec.errors import UserError
 
 from .config import IdTableConfig
-from .kernels.memory import (
-    ADMIT_ALL,
-    ADMIT_BY_COUNT,
-    ADMIT_BY_DRAW,
-    DEPTH,
-    LINE,
-    MAX_LOAD,
-    RESERVED_ROWS,
-    SEGMENT_LOCATION,
-    TABLE_SETTINGS,
-    IdMapping,
-)
+from .kernels import memory
 
 MAX_SEGMENTS = 64
 """Segments of a table at most, unless the caller sets another number."""
@@ -29,13 +18,13 @@ _SWEEP_BATCHES, _MIN_SWEEP_RECORDS = 1024, 64
 """Batches in which the sweep passes a table once; records that a sweep passes at least."""
 _SWEEP_INTERVAL = 16
 """Batches between two sweeps of a segment."""
-_ADMISSIONS = {"none": ADMIT_ALL, "count": ADMIT_BY_COUNT, "probabilistic": ADMIT_BY_DRAW}
+_ADMISSIONS = {"none": memory.ADMIT_ALL, "count": memory.ADMIT_BY_COUNT, "probabilistic": memory.ADMIT_BY_DRAW}
 
 
 def rows_for(capacity: int, max_segments: int = MAX_SEGMENTS) -> int:
     """Rows of the embedding table of an id table: the reserved ones, and the capacity rounded up to equal segments."""
     segments = _segments_for(capacity, max_segments)
-    return RESERVED_ROWS + segments * -(-capacity // segments)
+    return memory.RESERVED_ROWS + segments * -(-capacity // segments)
 
 
 def _segments_for(capacity: int, max_segments: int) -> int:
@@ -46,12 +35,9 @@ class IdLayout:
     """Segments of all tables, their order, and the location of this rank's in its memory.
 
     Attributes:
-        mapping: from ids to segments.
         first_segments: the first segment of each rank, and the number of all segments, int64 [ranks + 1].
-        rank: of this process.
         locations: this rank's segments, SEGMENT_LOCATION.
         sizes: segments, records, slots and cells of each rank, int64 [ranks, 4].
-        num_embeddings: rows of each embedding table.
         fingerprint: hash of everything that must be equal to load a checkpoint.
     """
 
@@ -73,8 +59,8 @@ class IdLayout:
         counts = [_segments_for(config.capacity, max_segments) for config in configs.values()]
         first = np.cumsum([0, *counts])
         tables = np.array(
-            [_settings(*each) for each in zip(configs.items(), counts, first[:-1].tolist(), strict=True)],
-            TABLE_SETTINGS,
+            [_settings(*table) for table in zip(configs.items(), counts, first[:-1].tolist(), strict=True)],
+            memory.TABLE_SETTINGS,
         )
         table = np.repeat(np.arange(len(counts)), counts)
         number = np.arange(first[-1]) - first[table]
@@ -83,21 +69,21 @@ class IdLayout:
         start = table * max_segments // max(len(counts), 1)
         position = (number * max_segments // tables["segments"][table] + start) % max_segments
         order = np.lexsort((table, position))
-        self.mapping = IdMapping(_features(configs, features), tables, np.argsort(order).astype(np.int32))
+        self.mapping = memory.IdMapping(_features(configs, features), tables, np.argsort(order).astype(np.int32))
         self.first_segments = np.searchsorted(position[order], np.arange(ranks + 1) * max_segments // ranks)
-        sketch = tables["lines"] * LINE * DEPTH
+        sketch = tables["lines"] * memory.LINE * memory.DEPTH
         widths = np.stack([np.ones(len(counts), np.int64), tables["capacity"], tables["slots"], sketch], 1)
         begins = np.concatenate([np.zeros((1, 4), np.int64), np.cumsum(widths[table[order]], axis=0)])
         self.sizes = np.diff(begins[self.first_segments], axis=0)
         own = order[self.first_segments[rank] : self.first_segments[rank + 1]]
-        self.locations = np.zeros(len(own), SEGMENT_LOCATION)
+        self.locations = np.zeros(len(own), memory.SEGMENT_LOCATION)
         self.locations["number"] = np.arange(len(own)) + self.first_segments[rank]
         self.locations["table"] = table[own]
-        self.locations["first_row"] = RESERVED_ROWS + number[own] * tables["capacity"][table[own]]
+        self.locations["first_row"] = memory.RESERVED_ROWS + number[own] * tables["capacity"][table[own]]
         offsets = begins[self.first_segments[rank] :][: len(own)] - begins[self.first_segments[rank]]
         for column, name in enumerate(("first_record", "first_slot", "first_cell"), 1):
             self.locations[name] = offsets[:, column]
-        rows = RESERVED_ROWS + tables["segments"] * tables["capacity"]
+        rows = memory.RESERVED_ROWS + tables["segments"] * tables["capacity"]
         self.num_embeddings = dict(zip(configs, rows.tolist(), strict=True))
         described = [
             (name, config.capacity, config.features, config.admission.panes, config.admission.pane_length)
@@ -119,7 +105,7 @@ def _settings(named: tuple[str, IdTableConfig], segments: int, first_segment: in
         first_segment,
         capacity,
         capacity.bit_length(),
-        int(capacity / MAX_LOAD) + 1,
+        int(capacity / memory.MAX_LOAD) + 1,
         max(_MIN_SWEEP_RECORDS, -(-capacity * _SWEEP_INTERVAL // _SWEEP_BATCHES)),
         _SWEEP_INTERVAL,
         int(config.when_full == "least_frequent"),

@@ -83,9 +83,8 @@ class IdTables:
     have no time, the number of the batch. It never goes back, so callers should drop samples from the future, which
     would expire ids too early. Batches in random order of time, as from a data set that is shuffled, are processed with
     ``in_order=False`` as if time stood still: no id expires, none is late, and all are counted in one pane of a window;
-    lookups go by the clock. A table is split into segments by the ids' hash. :meth:`assign` does the following in
-    each segment, in this order and in the order of the global batch, so that results depend neither on ranks nor on
-    threads:
+    lookups go by the clock. A table is split into segments by the ids' hash. :meth:`assign` does the following in each
+    segment, in this order and in the order of the global batch, so that results depend neither on ranks nor on threads:
 
     1. An id expires when its newest occurrence is more than ``expire_after`` before the clock. A sweep frees the rows
        of expired ids, a bounded number of records in every sixteenth batch.
@@ -104,13 +103,23 @@ class IdTables:
        OUT_OF_VOCABULARY in this batch and is counted in ``refused``.
 
     Memory: 16 bytes a row in use and 5 to 6.25 bytes of slots, committed as the table grows, and the sketch of
-    ``Admission``. A freed row's memory is kept for the next id.
+    ``Admission``. Training on CUDA uses the same tables: ids are translated before the batch is copied to the device.
 
-    Training on CUDA uses the same tables in host memory: ids are translated before the batch is copied to the device.
+    Args:
+        tables: by name.
+        features: names in the order in which :meth:`assign` takes their ids; ids of features that no table serves pass
+            through.
+        seed: of probabilistic admission, the only random choice.
+        max_segments: segments of a table at most; at least the number of ranks, and independent of it.
+        group: gloo, of all ranks, each of which then calls every method together with the others and passes its own
+            slice of the batch; None for one process.
 
     Attributes:
         num_embeddings: rows of each table's embedding table: 2 and the capacity, rounded up to equal segments, whose
             rows follow one another from row 2 on.
+
+    Raises:
+        ValueError: the tables do not fit the features or the segments, or several processes have no group.
     """
 
     def __init__(
@@ -122,20 +131,6 @@ class IdTables:
         max_segments: int = MAX_SEGMENTS,
         group: ProcessGroup | None = None,
     ) -> None:
-        """Creates empty tables.
-
-        Args:
-            tables: by name.
-            features: names in the order in which :meth:`assign` takes their ids; ids of features that no table serves
-                pass through.
-            seed: of probabilistic admission, the only random choice.
-            max_segments: segments of a table at most; at least the number of ranks, and independent of it.
-            group: gloo, of all ranks, each of which then calls every method together with the others and passes its own
-                slice of the batch; None for one process.
-
-        Raises:
-            ValueError: the tables do not fit the features or the segments, or several processes have no group.
-        """
         if group is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise UserError(
                 f"IdTables of {dist.get_world_size()} processes need a group, else each gives the same rows to other"
@@ -194,9 +189,8 @@ class IdTables:
         return self._exchange.send_back(rows), NewRows(*self._exchange.all_columns(columns))
 
     def rows_of(self, ids: np.ndarray, splits: np.ndarray) -> np.ndarray:
-        """Rows of ids as :meth:`assign` takes them, int64 [V]; OUT_OF_VOCABULARY for unknown and expired ids.
-
-        Changes nothing.
+        """Rows of ids as :meth:`assign` takes them, int64 [V], without a change; OUT_OF_VOCABULARY for unknown and
+        expired ids.
         """
         self._require_own_process()
         own = self._exchange.collect(id_error(ids, splits, self._features), ids, splits, None)
@@ -210,10 +204,7 @@ class IdTables:
         return {name: row[table == number] for number, name in enumerate(self._configs)}
 
     def ids_of(self, table: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Id and number of the feature, int64 [n], of rows of a table, and whether they have an id of this rank.
-
-        The reserved rows have none.
-        """
+        """Id and number of the feature, int64 [n], of rows of a table, and whether they have an id of this rank."""
         number, locations = list(self._configs).index(table), self._layout.locations
         settings, held = self._layout.mapping.tables[number], (locations["table"] == number).nonzero()[0]
         own = np.full(settings["segments"], -1)  # index in ``locations`` of each segment of the table
@@ -319,7 +310,6 @@ class IdTables:
         }
 
     def _require_own_process(self) -> None:
-        """Raises ValueError in another process, as a worker of a DataLoader, where a copy would go its own way."""
         if os.getpid() != self._process:
             raise UserError(
                 f"these IdTables are a copy, in process {os.getpid()}, of those of process {self._process}, which would"

@@ -17,11 +17,8 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
     """``numba.njit`` without the GIL, whose result is kept on disk.
 
     numba compiles a kernel again when its own file has changed, but not when a file has whose functions or constants
-    are compiled into it: after ``git pull`` in an editable installation, say, rows would be updated by the rule of
-    before, without a word. So what was kept under other sources is removed first.
-
-    Args:
-        options: of ``numba.njit``, beside ``nogil`` and ``cache``.
+    are compiled into it: after ``git pull`` in an editable installation, rows would be updated by the rule of before.
+    So what was kept under other sources is removed first.
     """
 
     def decorate(function: Any) -> Any:
@@ -69,5 +66,5 @@ def _sources() -> str:
     root = Path(__file__).resolve().parents[1]
     folders = root / "algorithm", root / "kernels", root / "id_tables" / "kernels"
     return hashlib.sha256(
-        b"".join(file.read_bytes() for each in folders for file in sorted(each.glob("*.py")))
+        b"".join(file.read_bytes() for folder in folders for file in sorted(folder.glob("*.py")))
     ).hexdigest()

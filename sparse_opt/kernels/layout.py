@@ -22,72 +22,44 @@ DECAY_INTERVAL = 32
 
 
 class LookupLayout(NamedTuple):
-    """Offsets of a lookup's tables in its weights; int64, on its device.
+    """Offsets of a lookup's tables in its weights; int64, on its device."""
 
-    Attributes:
-        rows: rows of each table, [tables].
-        dim: columns of each table, [tables].
-        start: offset of each table's first weight in the flat weights, [tables].
-        first_row: index of each table's first row among the rows of all tables, [tables].
-        max_dim: columns of the widest table.
-        size: elements of the flat weights.
-        tables: number of tables.
-        num_rows: rows of all tables.
-    """
-
-    rows: Tensor
-    dim: Tensor
-    start: Tensor
-    first_row: Tensor
-    max_dim: int
-    size: int
-    tables: int
-    num_rows: int
+    rows: Tensor  # rows of each table, [tables]
+    dim: Tensor  # columns of each table, [tables]
+    start: Tensor  # offset of each table's first weight in the flat weights, [tables]
+    first_row: Tensor  # index of each table's first row among the rows of all tables, [tables]
+    max_dim: int  # columns of the widest table
+    size: int  # elements of the flat weights
+    tables: int  # number of tables
+    num_rows: int  # rows of all tables
 
 
 class Blocks(NamedTuple):
-    """Blocks of neighbouring bags whose outputs are equally far apart: S blocks, those of a table neighbours; int64.
-
-    A block has the bags of a feature; under a variable batch size, those of a feature and a rank.
-
-    Attributes:
-        table: table of each block, [S].
-        first_block: first block of each table, and S, [tables + 1].
-        first_bag: first bag of each block, and the number of bags, [S + 1].
-        address: offset of the output of each block's first bag in the output of the lookup, in elements, [S].
-        stride: elements from the output of a bag to that of the next, [S].
+    """S blocks of neighbouring bags, of a feature (and rank, under a variable batch size), whose outputs are equally
+    far apart.
     """
 
-    table: Tensor
-    first_block: Tensor
-    first_bag: Tensor
-    address: Tensor
-    stride: Tensor
+    table: Tensor  # table of each block, [S]
+    first_block: Tensor  # first block of each table, and S, [tables + 1]
+    first_bag: Tensor  # first bag of each block, and the number of bags, [S + 1]
+    address: Tensor  # offset of the output of each block's first bag in the output of the lookup, in elements, [S]
+    stride: Tensor  # elements from the output of a bag to that of the next, [S]
 
 
 class LookupBags(NamedTuple):
-    """Ids of one forward pass of a lookup.
+    """Ids of one forward pass of a lookup."""
 
-    Attributes:
-        indices: row of each id in its table, int [nnz].
-        offsets: offset of each bag in ``indices``, block by block, int [bags + 1]; in sequences every id is a bag.
-        blocks: blocks of the bags.
-        size: elements of the output.
-    """
-
-    indices: Tensor
-    offsets: Tensor
-    blocks: Blocks
-    size: int
+    indices: Tensor  # row of each id in its table, int [nnz]
+    offsets: Tensor  # offset of each bag in ``indices``, block by block, int [bags + 1]; in sequences every id is a bag
+    blocks: Blocks  # blocks of the bags
+    size: int  # elements of the output
 
 
 class BagsOfLookup:
     """Finds where the bags of a lookup's forward passes have their outputs.
 
-    Args:
-        feature_table: table of each feature, [T]; the features of a table are neighbours.
-        dims: columns of each table.
-        is_sequence: whether rows are not pooled; all tables then have the same columns.
+    ``feature_table`` has the table of each feature, [T], those of a table neighbours; all tables of a sequence (not
+    pooled) have the same columns.
     """
 
     def __init__(
@@ -98,12 +70,7 @@ class BagsOfLookup:
         self._pooled: dict[int, tuple[Blocks, int]] = {}
 
     def of(self, inputs: Mapping[str, Any]) -> LookupBags:
-        """Ids of a forward pass, from its keyword arguments: ``indices``, ``offsets`` and, under a variable batch size,
-        ``batch_size_per_feature_per_rank``.
-
-        Raises:
-            ValueError: several lookups write into one output.
-        """
+        """Ids of a forward pass, from the keyword arguments of FBGEMM's forward."""
         if inputs.get("vbe_output") is not None:
             raise UserError(
                 "under a variable batch size per feature, tables that are looked up separately write into one output,"
@@ -121,7 +88,7 @@ class BagsOfLookup:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The blocks of the batch sizes so far, which a CUDA graph must hold as long as it is replayed."""
-        return tuple(each for blocks, _ in self._pooled.values() for each in blocks)
+        return tuple(tensor for blocks, _ in self._pooled.values() for tensor in blocks)
 
     def _pooled_blocks(self, size: int) -> tuple[Blocks, int]:
         """Blocks of batches of ``size`` samples, and the elements of their output; made once for each size."""
@@ -138,7 +105,7 @@ class BagsOfLookup:
         elements = sizes * self._dims[:, None]
         ends = elements.T.cumsum().reshape(elements.T.shape).T
         first_bag = np.concatenate([[0], sizes.ravel().cumsum()])
-        tables, dims = (np.repeat(each, sizes.shape[1]) for each in (self._tables, self._dims))
+        tables, dims = (np.repeat(of_features, sizes.shape[1]) for of_features in (self._tables, self._dims))
         return self._blocks(tables, first_bag, (ends - elements).ravel(), dims), int(elements.sum())
 
     def _sequences(self, indices: Tensor, offsets: Tensor) -> LookupBags:
@@ -150,8 +117,8 @@ class BagsOfLookup:
         blocks = self._pooled_blocks(0)[0]._replace(
             first_bag=first_bag, address=first_bag[:-1] * dim, stride=torch.full_like(first_bag[:-1], dim)
         )
-        each = torch.arange(indices.numel() + 1, device=indices.device)
-        return LookupBags(indices, each, blocks, indices.numel() * dim)
+        of_ids = torch.arange(indices.numel() + 1, device=indices.device)
+        return LookupBags(indices, of_ids, blocks, indices.numel() * dim)
 
     def _blocks(self, tables: np.ndarray, first_bag: np.ndarray, address: np.ndarray, stride: np.ndarray) -> Blocks:
         first_block = np.searchsorted(tables, np.arange(self._num_tables + 1))
@@ -163,52 +130,33 @@ class BagsOfLookup:
 
 
 class LookupIds(NamedTuple):
-    """Ids of one lookup, sorted by row; found once, for the forward and the backward pass.
+    """Ids of one lookup, sorted by row; found once, for the forward and the backward pass."""
 
-    Attributes:
-        address: offset of the output of each id's bag in the lookup's output, int [nnz].
-        order: index of each id in order of the rows, int64 [nnz]; a row's ids stay in the order of the batch.
-        row: row of each id in that order, among the rows of all tables, int [nnz].
-        begin: offset in that order of each distinct row's first id, then nnz, int [nnz + 1].
-    """
-
-    address: Tensor
-    order: Tensor
-    row: Tensor
-    begin: Tensor
+    address: Tensor  # offset of the output of each id's bag in the lookup's output, int [nnz]
+    order: Tensor  # index of each id in order of the rows, int64 [nnz]; a row's ids stay in the order of the batch
+    row: Tensor  # row of each id in that order, among the rows of all tables, int [nnz]
+    begin: Tensor  # offset in that order of each distinct row's first id, then nnz, int [nnz + 1]
 
 
 @dataclass(frozen=True)
 class LookupBackward:
-    """Inputs of one backward pass of a lookup.
+    """Inputs of one backward pass of a lookup."""
 
-    Attributes:
-        bags: ids of the forward pass, nnz in all.
-        id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
-        output_grad: gradient of the lookup's output, float; [B, sum D] of pooled rows, [nnz, D] of sequences, flat
-            under a variable batch size.
-        ids: rows of the ids, if the forward pass has found them already.
-    """
-
-    bags: LookupBags
-    id_weights: Tensor | None
+    bags: LookupBags  # ids of the forward pass, nnz in all
+    id_weights: Tensor | None  # factor of each id in its bag's sum, float [nnz]; None for ones
+    # gradient of the lookup's output, float; [B, sum D] of pooled rows, [nnz, D] of sequences, flat under a variable
+    # batch size
     output_grad: Tensor
-    ids: LookupIds | None = None
+    ids: LookupIds | None = None  # rows of the ids, if the forward pass has found them already
 
 
 class TableClips(NamedTuple):
-    """Clip limits of a lookup's tables, each [tables].
+    """Clip limits of a lookup's tables, each [tables]."""
 
-    Attributes:
-        columns: leading columns that are measured and clipped, int64.
-        r, floor: as in :class:`RowLimit`, float32.
-        per_occurrence: as in :class:`RowLimit`, bool.
-    """
-
-    columns: Tensor
-    r: Tensor
-    floor: Tensor
-    per_occurrence: Tensor
+    columns: Tensor  # leading columns that are measured and clipped, int64
+    r: Tensor  # as in RowLimit, float32
+    floor: Tensor  # as in RowLimit, float32
+    per_occurrence: Tensor  # as in RowLimit, bool
 
 
 class AdamState(NamedTuple):
@@ -231,101 +179,64 @@ class Schedule(NamedTuple):
 
 
 class DeviceSteps(NamedTuple):
-    """Steps of a lookup as the kernels read them, so that nothing of them is an argument that changes.
+    """Steps of a lookup as the kernels read them, so that nothing of them is an argument that changes."""
 
-    Attributes:
-        taken: steps taken, including one that is being taken, int32 [1]: rows take that step, or are brought to it.
-        last_step: last step that each row took, int32 [rows of all tables]; ``~t`` (negative) for a row that decayed in
-            step t. Empty where rows are not replayed.
-        step_sizes, denominator_scales, decays: as in :class:`Schedule`.
-        lr_factors: factor of each table's learning rate, float32 [tables].
-        log_beta2: logarithm of the decay of the second moment, float64 [1].
-        adam_columns: leading columns of each table that are under Adam and catch up; others are under FTRL; int64
-            [tables].
-    """
-
+    # steps taken, including one that is being taken, int32 [1]: rows take that step, or are brought to it
     taken: Tensor
+    # last step that each row took, int32 [rows of all tables]; ``~t`` (negative) for a row that decayed in step t.
+    # Empty where rows are not replayed
     last_step: Tensor
-    step_sizes: Tensor
-    denominator_scales: Tensor
-    decays: Tensor
-    lr_factors: Tensor
-    log_beta2: Tensor
+    step_sizes: Tensor  # as in Schedule
+    denominator_scales: Tensor  # as in Schedule
+    decays: Tensor  # as in Schedule
+    lr_factors: Tensor  # factor of each table's learning rate, float32 [tables]
+    log_beta2: Tensor  # logarithm of the decay of the second moment, float64 [1]
+    # leading columns of each table that are under Adam and catch up; others are under FTRL; int64 [tables]
     adam_columns: Tensor
 
 
 class RowResults(NamedTuple):
-    """Clip statistics of the distinct rows of a backward pass.
+    """Clip statistics of the distinct rows of a backward pass."""
 
-    Attributes:
-        ratio: ``||g|| / limit`` of each row, float32 [nnz].
-        table: its table, int [nnz]; -1 in the padding.
-    """
-
-    ratio: Tensor
-    table: Tensor
+    ratio: Tensor  # ``||g|| / limit`` of each row, float32 [nnz]
+    table: Tensor  # its table, int [nnz]; -1 in the padding
 
 
 class DecayThresholds(NamedTuple):
-    """Thresholds below which an element has decayed (see replay.py).
+    """Thresholds below which an element has decayed (see replay.py)."""
 
-    Attributes:
-        lr: the configured learning rate; a first moment is judged by it or by the step's, if larger, each times the
-            table's factor.
-        weight: largest weight.
-        motion: largest product of first moment and learning rate.
-    """
-
+    # the configured learning rate; a first moment is judged by it or by the step's, if larger, each times the table's
+    # factor
     lr: float
-    weight: float
-    motion: float
+    weight: float  # largest weight
+    motion: float  # largest product of first moment and learning rate
 
 
 class AdamRows(NamedTuple):
-    """Adam on the rows of a lookup, as the back ends take it.
+    """Adam on the rows of a lookup, as the back ends take it."""
 
-    Attributes:
-        state: weights and moments, updated in place.
-        constants: the settings.
-        thresholds: of decayed rows; those of no row where rows are not replayed.
-        steps: the steps; ``last_step`` is updated in place, and empty where rows are not replayed.
-        step: the latest step: it is being taken, or rows are brought to it.
-        scalars: of that step.
-        log_beta2: as in :class:`DeviceSteps`.
-        clips_absent: whether L2's gradient of an absent row may exceed the row's limit.
-        ftrl: settings of the columns under FTRL; None if there are none.
-    """
-
-    state: AdamState
-    constants: AdamConstants
-    thresholds: DecayThresholds
-    steps: DeviceSteps
-    step: int
-    scalars: AdamScalars
-    log_beta2: float
-    clips_absent: bool
-    ftrl: FtrlConstants | None
+    state: AdamState  # weights and moments, updated in place
+    constants: AdamConstants  # the settings
+    thresholds: DecayThresholds  # of decayed rows; those of no row where rows are not replayed
+    steps: DeviceSteps  # the steps; ``last_step`` is updated in place, and empty where rows are not replayed
+    step: int  # the latest step: it is being taken, or rows are brought to it
+    scalars: AdamScalars  # of that step
+    log_beta2: float  # as in DeviceSteps
+    clips_absent: bool  # whether L2's gradient of an absent row may exceed the row's limit
+    ftrl: FtrlConstants | None  # settings of the columns under FTRL; None if there are none
 
     @property
     def replays(self) -> bool:
-        """True if rows are replayed."""
         return self.steps.last_step.numel() > 0
 
 
 class StaleRows(NamedTuple):
-    """Distinct rows to be brought up to date, each [n].
+    """Distinct rows to be brought up to date, each [n]."""
 
-    Attributes:
-        table: their tables.
-        start: offset of each row's first element in the flat weights.
-        row: index of each row among the rows of all tables.
-        last: step that each took last.
-    """
-
-    table: Tensor
-    start: Tensor
-    row: Tensor
-    last: Tensor
+    table: Tensor  # their tables
+    start: Tensor  # offset of each row's first element in the flat weights
+    row: Tensor  # index of each row among the rows of all tables
+    last: Tensor  # step that each took last
 
 
 def to_numpy(values: Any) -> Any:

@@ -30,8 +30,8 @@ def stale_rows(tables, layout, bags, steps, keys, used):
     """Finds the distinct rows of the given tables' ids that are behind ``steps.taken`` and have not decayed.
 
     Writes their keys (see ROW_BITS) from the offset of each table's first id on, ``used[t]`` of them, and sets their
-    last steps to ``steps.taken``. Returns the offset of an id outside its table, or -1; the rows found before it are
-    marked too.
+    last steps to ``steps.taken``. Returns the offset of an id outside its table, or -1; rows found before it are marked
+    too.
     """
     begins, last_step, step = bags.begins, steps.last_step, np.int64(steps.taken[0])
     for t in tables:
@@ -64,7 +64,6 @@ def join_keys(keys, begins, used):
 
 @compiled()
 def rows_of_keys(keys, layout):
-    """:class:`StaleRows` of keys, as a tuple of arrays."""
     table, start, row = np.empty_like(keys), np.empty_like(keys), np.empty_like(keys)
     last = np.empty(len(keys), np.int32)
     for i in range(len(keys)):
@@ -76,7 +75,6 @@ def rows_of_keys(keys, layout):
 
 @compiled(error_model="numpy")
 def _scalars(steps, t, lr_factor):
-    """Scalars of step t + 1 for a table with this factor of the learning rate."""
     scalars = AdamScalars(steps.step_sizes[t], steps.denominator_scales[t], steps.decays[t])
     return scalars_of_table(scalars, lr_factor)
 
@@ -131,15 +129,12 @@ def _has_decayed(w, m, low, high, constants):
 
 @compiled()
 def replay_rows(part, parts, dim, lr_factor, rows, state, steps, constants, thresholds):
-    """Takes the missed steps of rows' leading ``dim`` columns, where no absent row can exceed its clip limit.
+    """Takes the missed steps of rows' leading ``dim`` columns, where no absent row can exceed its clip limit, in place.
 
-    The rows are sorted by their last steps; this call takes every ``parts``-th row, so that all calls have about as
-    many steps to take, and processes its rows in blocks. A row enters its block's buffers at the first step that it
-    missed and leaves them when it has decayed.
-
-    Args:
-        rows: :class:`StaleRows`, of tables whose learning rate is ``lr_factor`` times the steps'.
-        state: :class:`AdamState`, updated in place, as is ``steps.last_step``.
+    The rows are :class:`StaleRows` of tables whose learning rate is ``lr_factor`` times the steps', sorted by their
+    last steps. This call takes every ``parts``-th row, so that all calls have about as many steps to take, and
+    processes its rows in blocks. A row enters its block's buffers at the first step that it missed and leaves them when
+    it has decayed.
     """
     last_step, step = steps.last_step, np.int64(steps.taken[0])
     capacity = max(1, _ELEMENTS // max(1, dim))

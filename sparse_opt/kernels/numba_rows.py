@@ -22,53 +22,33 @@ _BAGS = 32
 
 
 class Bags(NamedTuple):
-    """:class:`LookupBags` for numba.
+    """:class:`LookupBags` for numba."""
 
-    Attributes:
-        indices: row of each id in its table, int64 [nnz].
-        offsets: offset of each bag's first id in ``indices``, int64 [bags + 1].
-        begins: offset of each table's first id, and the number of ids, int64 [tables + 1].
-        blocks: :class:`Blocks` of arrays.
-    """
-
-    indices: np.ndarray
-    offsets: np.ndarray
-    begins: np.ndarray
-    blocks: Blocks
+    indices: np.ndarray  # row of each id in its table, int64 [nnz]
+    offsets: np.ndarray  # offset of each bag's first id in ``indices``, int64 [bags + 1]
+    begins: np.ndarray  # offset of each table's first id, and the number of ids, int64 [tables + 1]
+    blocks: Blocks  # Blocks of arrays
 
 
 class DistinctRows(NamedTuple):
-    """Distinct rows of a group of tables and their gradients, table by table.
+    """Distinct rows of a group of tables and their gradients, table by table."""
 
-    Attributes:
-        tops: first row of each table of the group, and the number of rows, int64 [tables of the group + 1].
-        rows: index of each row in its table, int64 [>= U].
-        counts: occurrences of each row, int32 [>= U].
-        slots: row of each id, int32 [ids of the group].
-        sums: gradients, float64 [U, D]; D is the widest table's.
-    """
-
-    tops: np.ndarray
-    rows: np.ndarray
-    counts: np.ndarray
-    slots: np.ndarray
-    sums: np.ndarray
+    tops: np.ndarray  # first row of each table of the group, and the number of rows, int64 [tables of the group + 1]
+    rows: np.ndarray  # index of each row in its table, int64 [>= U]
+    counts: np.ndarray  # occurrences of each row, int32 [>= U]
+    slots: np.ndarray  # row of each id, int32 [ids of the group]
+    sums: np.ndarray  # gradients, float64 [U, D]; D is the widest table's
 
 
 class Ratios(NamedTuple):
-    """Results of a kernel for the clip statistics.
+    """Results of a kernel for the clip statistics."""
 
-    Attributes:
-        values: ``||g|| / limit`` of a table's distinct rows, from the offset of the table's first id on, float32 [nnz].
-        rows: distinct rows of each table, int64 [tables].
-    """
-
+    # ``||g|| / limit`` of a table's distinct rows, from the offset of the table's first id on, float32 [nnz]
     values: np.ndarray
-    rows: np.ndarray
+    rows: np.ndarray  # distinct rows of each table, int64 [tables]
 
 
 def bags_of(bags: LookupBags) -> Bags:
-    """Converts the ids of a lookup."""
     offsets, blocks = bags.offsets.long().numpy(), to_numpy(bags.blocks)
     return Bags(bags.indices.long().numpy(), offsets, offsets[blocks.first_bag[blocks.first_block]], blocks)
 
@@ -124,10 +104,8 @@ def _add_to(sums, slot, dim, weight, grad, address):
 def sum_rows(tables, layout, bags, id_weights, grad):
     """Sums the output gradient, flat, over the occurrences of each distinct row of some tables.
 
-    Sums in float64: a frequent id of a large batch adds tens of thousands of terms of either sign.
-
-    Returns:
-        the offset in ``bags.indices`` of an id outside its table, or -1; and the :class:`DistinctRows`.
+    Sums in float64: a frequent id of a large batch adds tens of thousands of terms of either sign. Returns the offset
+    in ``bags.indices`` of an id outside its table, or -1; and the :class:`DistinctRows`.
     """
     begins = bags.begins
     n = 0
@@ -218,11 +196,9 @@ def prefetch_elements(flat, start, dim):
 
 @compiled()
 def count_rows(ratios, begins, rows, clipped, bins, shift, first_bin):
-    """Adds each table's distinct rows to ``rows``, those above their limits to ``clipped``, int64 [tables], and each
-    row to the bin of its ratio, int64 [tables, bins]; see :func:`bins_of` in statistics.py.
-
-    Returns:
-        the ratio and the table of each row, float32 and int64 [U].
+    """Adds each table's distinct rows to ``rows``, those above their limits to ``clipped``, int64 [tables], and those
+    of each bin (:func:`bins_of` in statistics.py) to ``bins``, int64 [tables, bins]; returns each row's ratio and
+    table, [U].
     """
     total = ratios.rows.sum()
     values, tables = np.empty(total, np.float32), np.empty(total, np.int64)
@@ -259,9 +235,8 @@ def factors_of_ids(tables, distinct_rows, layout, bags, clips, ratios, weights, 
 
 @compiled(error_model="numpy")
 def write_row_gradients(tables, distinct_rows, layout, bags, clips, ratios, weights, twice_l2, output_grad):
-    """Writes each row's clipped gradient, L2 included, at its first id into ``output_grad``, flat, of zeros.
-
-    For bags of at most one id. The plain definition is that of TorchRows in row_backends.py.
+    """Writes each row's clipped gradient, L2 included, at its first id into ``output_grad``, flat, of zeros; see
+    TorchRows.
     """
     tops, rows, counts, slots, sums = distinct_rows
     g, blocks = np.empty(sums.shape[1], np.float32), bags.blocks
@@ -319,7 +294,6 @@ def prefetch_row(state, start, dim):
 
 @compiled(inline="always", error_model="numpy")
 def load_row(state, start, w, m, v, low, dim):
-    """Copies a row and its moments to ``low`` in the buffers w, m and v."""
     for d in range(dim):
         w[low + d] = state.weights[start + d]
     for d in range(dim):
@@ -330,7 +304,6 @@ def load_row(state, start, w, m, v, low, dim):
 
 @compiled(inline="always", error_model="numpy")
 def store_row(w, m, v, low, state, start, dim):
-    """Copies a row and its moments back."""
     for d in range(dim):
         state.weights[start + d] = w[low + d]
     for d in range(dim):

@@ -16,7 +16,7 @@ _OFF = nullcontext()
 def profiled(name: str) -> AbstractContextManager[Any]:
     """A range of that name in torch's profiler; none while it is off, where torch's own would take 5 us each.
 
-    It is recorded as an operator, for the profiler ascribes kernels to operators: those that Triton launches in a range
-    of `record_function` would belong to nothing. torch's compiler records its Triton kernels in this way.
+    It is recorded as an operator, because the profiler ascribes kernels to operators: those that Triton launches in a
+    range of `record_function` would belong to nothing.
     """
     return _RecordFunctionFast(name) if torch.autograd._profiler_enabled() else _OFF

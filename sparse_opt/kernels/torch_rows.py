@@ -16,23 +16,15 @@ from .layout import LookupBags, LookupIds, LookupLayout
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Distinct rows of a list of ids.
+    """Distinct rows of a list of ids."""
 
-    Attributes:
-        slot: index of each id's row among the distinct rows, int64 [nnz].
-        occurrence: first occurrence of each distinct row, int64 [nnz].
-        count: occurrences of each distinct row, int64 [nnz].
-        real: True for the first U entries, bool [nnz]. The padding after them repeats row 0.
-    """
-
-    slot: Tensor
-    occurrence: Tensor
-    count: Tensor
-    real: Tensor
+    slot: Tensor  # index of each id's row among the distinct rows, int64 [nnz]
+    occurrence: Tensor  # first occurrence of each distinct row, int64 [nnz]
+    count: Tensor  # occurrences of each distinct row, int64 [nnz]
+    real: Tensor  # True for the first U entries, bool [nnz]. The padding after them repeats row 0
 
 
 def find_rows(layout: LookupLayout, bags: LookupBags) -> LookupIds:
-    """Finds the rows of a lookup's ids."""
     blocks, bag = bags.blocks, parts_of_positions(bags.offsets, bags.indices.numel())
     block = torch.searchsorted(blocks.first_bag, bag, right=True) - 1
     address = blocks.address[block] + (bag - blocks.first_bag[block]) * blocks.stride[block]
@@ -48,7 +40,6 @@ def row_begins(row: Tensor) -> Tensor:
 
 
 def count_ids(ids: LookupIds) -> RowCounts:
-    """Counts the occurrences of the distinct rows."""
     return _count_sorted(ids.order, ids.begin.long())
 
 
@@ -68,55 +59,31 @@ def _count_sorted(order: Tensor, begin: Tensor) -> RowCounts:
 
 @dataclass(frozen=True)
 class RowSums:
-    """Distinct rows of one backward pass and their summed gradients, padded like :class:`RowCounts`.
+    """Distinct rows of one backward pass and their summed gradients, padded like :class:`RowCounts`."""
 
-    Attributes:
-        counts: occurrences of the rows.
-        address: as in :class:`LookupIds`; empty where rows come from several ranks.
-        table: table of each row, int64 [nnz].
-        start: offset of each row's first element in the flat weights, int64 [nnz].
-        sums: gradients, float64 [nnz, D], zero in the columns that a row does not have.
-        dtype: type to round the gradients to.
-    """
-
-    counts: RowCounts
-    address: Tensor
-    table: Tensor
-    start: Tensor
-    sums: Tensor
-    dtype: torch.dtype
+    counts: RowCounts  # occurrences of the rows
+    address: Tensor  # as in LookupIds; empty where rows come from several ranks
+    table: Tensor  # table of each row, int64 [nnz]
+    start: Tensor  # offset of each row's first element in the flat weights, int64 [nnz]
+    sums: Tensor  # gradients, float64 [nnz, D], zero in the columns that a row does not have
+    dtype: torch.dtype  # type to round the gradients to
 
 
 @dataclass(frozen=True)
 class RowGradients:
-    """Distinct rows of one backward pass and their gradients, padded like :class:`RowCounts`.
+    """Distinct rows of one backward pass and their gradients, padded like :class:`RowCounts`."""
 
-    Attributes:
-        counts: occurrences of the rows.
-        address: as in :class:`LookupIds`.
-        table: table of each row, int64 [nnz].
-        element: index of each row's elements in the flat weights, int64 [nnz, D]; outside, of its first element.
-        inside: False where a row is narrower than D, bool [nnz, D].
-        weight: weights of the rows, float [nnz, D], zero outside.
-        grad: gradients of the rows, float [nnz, D], zero outside.
-    """
-
-    counts: RowCounts
-    address: Tensor
-    table: Tensor
-    element: Tensor
-    inside: Tensor
-    weight: Tensor
-    grad: Tensor
+    counts: RowCounts  # occurrences of the rows
+    address: Tensor  # as in LookupIds
+    table: Tensor  # table of each row, int64 [nnz]
+    element: Tensor  # index of each row's elements in the flat weights, int64 [nnz, D]; outside, of its first element
+    inside: Tensor  # False where a row is narrower than D, bool [nnz, D]
+    weight: Tensor  # weights of the rows, float [nnz, D], zero outside
+    grad: Tensor  # gradients of the rows, float [nnz, D], zero outside
 
 
 def row_sums(layout: LookupLayout, ids: LookupIds, id_weights: Tensor | None, output_grad: Tensor) -> RowSums:
-    """Sums the output gradient over each row's occurrences: ``g[row] = sum_i id_weight[i] * output_grad[bag(i)]``.
-
-    Args:
-        id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
-        output_grad: gradient of the lookup's output, float, of any shape.
-    """
+    """Sums the output gradient over each row's occurrences: ``g[row] = sum_i id_weight[i] * output_grad[bag(i)]``."""
     dims = torch.empty_like(ids.order).scatter_(0, ids.order, layout.dim[tables_of_rows(layout, ids.row.long())])
     column = torch.arange(layout.max_dim, device=output_grad.device)
     inside = column < dims[:, None]
@@ -145,7 +112,7 @@ def weight_grads(layout: LookupLayout, ids: LookupIds, weights: Tensor, output_g
 
 
 def with_sums(layout: LookupLayout, ids: LookupIds, sums: Tensor, dtype: torch.dtype) -> RowSums:
-    """Combines distinct rows with their summed gradients, float64 [nnz, D], of an output gradient of this dtype."""
+    """Distinct rows with their summed gradients, float64 [nnz, D], of an output gradient of this dtype."""
     counts = count_ids(ids)
     row = ids.row[ids.begin[:-1].clamp_max(len(ids.row) - 1).where(counts.real, 0)].long()
     table = tables_of_rows(layout, row)
@@ -155,10 +122,7 @@ def with_sums(layout: LookupLayout, ids: LookupIds, sums: Tensor, dtype: torch.d
 
 
 def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:
-    """Combines the rows of all ranks of a group: adds up their occurrences and averages their gradients.
-
-    Each rank sends its distinct rows. All ranks must call together; they wait for each other's number of rows.
-    """
+    """Adds up the occurrences and averages the gradients of all ranks' rows. All ranks must call together."""
     own = torch.stack([rows.start, rows.table, rows.counts.count], dim=1).double()
     packed = torch.cat([own, rows.sums], dim=1)[rows.counts.real]
     own_size = torch.tensor([len(packed)], device=packed.device)
@@ -190,7 +154,7 @@ def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:
 
 
 def with_weights(rows: RowSums, layout: LookupLayout, weights: Tensor) -> RowGradients:
-    """Rounds rows' gradients and gathers the rows from the lookup's flat weights, float [sum rows * D]."""
+    """Rounds rows' gradients and gathers the rows from the lookup's flat weights."""
     column = torch.arange(layout.max_dim, device=weights.device)
     inside = column < layout.dim[rows.table][:, None]
     start = rows.start[:, None]
@@ -206,7 +170,6 @@ def scatter_rows(flat: Tensor, element: Tensor, rows: RowGradients) -> None:
 
 
 def tables_of_rows(layout: LookupLayout, row: Tensor) -> Tensor:
-    """Finds the table of each row, given by its index among the rows of all tables, int64 [n]."""
     return torch.searchsorted(layout.first_row, row, right=True) - 1
 
 

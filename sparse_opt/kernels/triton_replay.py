@@ -137,14 +137,9 @@ def replay_rows_on_device(
     constants: AdamConstants,
     thresholds: DecayThresholds,
 ) -> None:
-    """Takes the missed steps of rows up to ``steps.taken``, in place.
+    """Takes the missed steps of rows, as in :class:`LookupIds`, up to ``steps.taken``, in place.
 
-    Args:
-        row, begin: rows as in :class:`LookupIds`; one whose last step is the latest, or that has decayed, is left
-            as it is.
-        clips: limits of the tables where an absent row may exceed its limit; else None.
-        state: updated in place; weights float32.
-        steps: ``last_step`` is updated in place.
+    ``clips`` are the limits of the tables where an absent row may exceed its limit; else None.
     """
     columns = triton.next_power_of_2(layout.max_dim)
     per_program = max(1, ELEMENTS // columns)
@@ -166,5 +161,4 @@ def replay_rows_on_device(
 
 
 def distinct_begins(rows: Tensor) -> Tensor:
-    """``begin`` for rows that are all distinct, int [n]."""
     return torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)

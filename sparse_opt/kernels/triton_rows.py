@@ -96,7 +96,7 @@ def programs(rows: int, per_program: int) -> tuple[int]:
 
 
 def warps(elements: int) -> int:
-    """Warps of a program for this many elements; few, because a row's steps depend on each other."""
+    """Warps of a program; few, because a row's steps depend on each other."""
     return 1 if elements <= 256 else 4 if elements <= 1024 else 8
 
 
@@ -185,11 +185,8 @@ def _begin_rows(changes, begin, count, IDS: tl.constexpr):
 
 
 def find_rows_on_device(layout: LookupLayout, bags: LookupBags, outside: Tensor) -> LookupIds:
-    """Computes :func:`find_rows` on CUDA; ids outside their tables are counted and become row 0, as in FBGEMM.
-
-    Args:
-        bags: at least one id.
-        outside: ids outside each table so far, int64 [tables]; added to.
+    """Computes :func:`find_rows` of at least one id; adds those outside their tables, as row 0, to ``outside``,
+    [tables].
     """
     count, number, blocks = bags.indices.numel(), len(bags.offsets) - 1, bags.blocks
     # Zeros, so that offsets that do not ascend cannot leave rows outside the tables.
@@ -230,12 +227,8 @@ _POOLED = 1024
 def pool_rows_on_device(
     layout: LookupLayout, bags: LookupBags, id_weights: Tensor | None, weights: Tensor, out: Tensor
 ) -> None:
-    """Sums the rows of each bag on CUDA, in float32; row 0 stands for ids outside their tables.
-
-    Args:
-        id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
-        weights: the lookup's flat weights.
-        out: output of the lookup, float, contiguous, ``bags.size`` elements; every one of them is written.
+    """Sums the rows of each bag, in float32, into ``out``, which is contiguous; row 0 stands for ids outside their
+    tables.
     """
     number, columns = len(bags.offsets) - 1, triton.next_power_of_2(layout.max_dim)
     per_program, count_blocks = max(1, _POOLED // columns), len(bags.blocks.table)
@@ -261,15 +254,10 @@ def pool_rows_on_device(
 
 
 class OutputGrad(NamedTuple):
-    """Gradient of a lookup's output, and how it reaches the rows.
+    """Gradient of a lookup's output, and how it reaches the rows."""
 
-    Attributes:
-        grad: float, contiguous, of any shape.
-        id_weights: factor of each id in its bag's sum, float [nnz]; ``grad`` where there is none.
-    """
-
-    grad: Tensor
-    id_weights: Tensor
+    grad: Tensor  # float, contiguous, of any shape
+    id_weights: Tensor  # factor of each id in its bag's sum, float [nnz]; ``grad`` where there is none
 
 
 @triton.jit
@@ -544,13 +532,7 @@ def _count(
 
 
 class DeviceRows:
-    """Distinct rows of a backward pass on CUDA, their gradients still unsummed; launches the kernels on them.
-
-    Args:
-        ids: at least one.
-        id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
-        output_grad: gradient of the lookup's output, float, of any shape.
-    """
+    """Distinct rows of a backward pass on CUDA, at least one, before their gradients are summed."""
 
     def __init__(self, layout: LookupLayout, ids: LookupIds, id_weights: Tensor | None, output_grad: Tensor):
         grad = output_grad.contiguous()
@@ -593,14 +575,13 @@ class DeviceRows:
         return results
 
     def factors(self, clips: TableClips, weights: Tensor) -> tuple[Tensor, RowResults]:
-        """Computes the clip factor of each distinct row, float32 [nnz], from the lookup's flat weights."""
+        """Computes the clip factor of each distinct row, float32 [nnz]."""
         factors = torch.empty(self._count, dtype=torch.float32, device=self.ids.row.device)
         return factors, self._clip_into(factors, clips, weights)
 
     def written(self, clips: TableClips, weights: Tensor, twice_l2: float) -> tuple[Tensor, RowResults]:
-        """Computes an output gradient whose sum over each row's ids is ``clip(g + twice_l2 * w)``.
-
-        It has the row's gradient at its first id and zeros at the others; bags hold at most one id.
+        """Computes an output gradient whose sum over each row's ids is ``clip(g + twice_l2 * w)``, at the row's first
+        id.
         """
         written = torch.zeros_like(self._output.grad)
         return written, self._clip_into(written, clips, weights, twice_l2, writes=True)
@@ -612,14 +593,14 @@ class DeviceRows:
         return sums
 
     def of_ids(self, values: Tensor) -> Tensor:
-        """Copies a value of each distinct row, [nnz], to the row's ids in the order of the batch, [nnz]."""
+        """Copies a value of each distinct row, [nnz], to the row's ids in the order of the batch."""
         counts = self.ids.begin.diff()
         in_order = torch.repeat_interleave(values, counts, output_size=self._count)
         return torch.empty_like(values).scatter_(0, self.ids.order, in_order)
 
     def count(self, results: RowResults, rows: Tensor, clipped: Tensor, bins: Tensor, shift: int, first: int) -> None:
-        """Adds the numbers of rows and of clipped rows of each table, int64 [tables], and those of the rows in each
-        bin, int64 [tables, bins], in place; see :func:`bins_of` in statistics.py.
+        """Adds numbers of rows and of clipped rows, int64 [tables], and of rows in bins, int64 [tables, bins], in
+        place.
         """
         grid, options = (triton.cdiv(self._count, _COUNTED),), {"ROWS": _COUNTED, "enable_fp_fusion": False}
         bounds = {"BINS": bins.shape[1], "SHIFT": shift, "FIRST": first}

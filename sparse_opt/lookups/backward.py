@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,26 +29,18 @@ Forward: TypeAlias = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Unscaled:
-    """A backward pass of a lookup without the loss' scale.
+    """A backward pass of a lookup without the loss' scale."""
 
-    Attributes:
-        backward: with the output gradient of the unscaled loss, at least float32; zeros if it was not finite.
-        scaled_grad: output gradient as it came, of its own type; zeros if it was not finite.
-        factor: 1 / scale, float32 []; None without a scale.
-        finite: whether all of the output gradient was finite, bool []; None without a scale.
-    """
-
+    # with the output gradient of the unscaled loss, at least float32; zeros if it was not finite
     backward: LookupBackward
-    scaled_grad: Tensor
-    factor: Tensor | None = None
-    finite: Tensor | None = None
+    scaled_grad: Tensor  # output gradient as it came, of its own type; zeros if it was not finite
+    factor: Tensor | None = None  # 1 / scale, float32 []; None without a scale
+    finite: Tensor | None = None  # whether all of the output gradient was finite, bool []; None without a scale
 
 
 class LossScale:
-    """Scale of a model's loss. Does not wait for the device.
-
-    Args:
-        scaler: scaler of the loss; None if the loss is not scaled. The first backward then warns if a scaler is in use.
+    """Scale of a model's loss; does not wait for the device. Without a scaler, the first backward warns if one is in
+    use.
     """
 
     def __init__(self, scaler: GradScaler | None):
@@ -57,14 +49,10 @@ class LossScale:
 
     @property
     def is_used(self) -> bool:
-        """True if the loss is scaled."""
         return self._scaler is not None
 
     def unscaled(self, backward: LookupBackward, groups: Sequence[ProcessGroup]) -> Unscaled:
-        """Divides the output gradient of a lookup by the scale.
-
-        ``groups`` are those in which the ranks agree, one after the other, on whether it was finite.
-        """
+        """Divides the output gradient of a lookup by the scale; ranks of a group agree on whether it is finite."""
         grad = backward.output_grad
         if self._scaler is None:
             self._warn_once()
@@ -94,13 +82,11 @@ class LossScale:
 
 
 def grad_scalers_in_use() -> list[GradScaler]:
-    """Finds the enabled scalers of this process that have scaled a loss.
-
-    Searches all objects that refer to a scaler's class: take care to call it once, not in every step.
-    """
-    found = [each for each in gc.get_referrers(*_with_subclasses(GradScaler)) if isinstance(each, GradScaler)]
+    """Finds the enabled scalers of this process that have scaled a loss. It searches the heap, so call it once."""
+    referrers = gc.get_referrers(*_with_subclasses(GradScaler))
+    scalers = [referrer for referrer in referrers if isinstance(referrer, GradScaler)]
     # The scale is None until the first loss; get_scale() tells the initial one then.
-    return [each for each in found if each.is_enabled() and each._scale is not None]
+    return [scaler for scaler in scalers if scaler.is_enabled() and scaler._scale is not None]
 
 
 def _with_subclasses(kind: Any) -> set[Any]:
@@ -108,40 +94,25 @@ def _with_subclasses(kind: Any) -> set[Any]:
 
 
 class Gradients(NamedTuple):
-    """What the backward of a lookup returns.
+    """What the backward of a lookup returns."""
 
-    Attributes:
-        output: gradient that FBGEMM's backward reads; None if that does not run.
-        parameter: gradient of the lookup's weights, where a dense optimizer applies it.
-        id_weights: gradient of the ids' weights, or what is to be added to FBGEMM's.
-    """
-
-    output: Tensor | None = None
-    parameter: Tensor | None = None
-    id_weights: Tensor | None = None
-
-
-class Strategy(Protocol):
-    """What the backward pass of a lookup does."""
-
-    def run(self, wrapped: WrappedLookup, given: LookupBackward, unscaled: Unscaled, weights: bool) -> Gradients:
-        """Runs in the backward pass ``given``; ``weights`` tells whether the ids' weights need their gradient."""
+    output: Tensor | None = None  # gradient that FBGEMM's backward reads; None if that does not run
+    parameter: Tensor | None = None  # gradient of the lookup's weights, where a dense optimizer applies it
+    id_weights: Tensor | None = None  # gradient of the ids' weights, or what is to be added to FBGEMM's
 
 
 @dataclass(frozen=True)
 class ReplacedUpdate:
-    """Runs an update in place of FBGEMM's.
+    """Runs an update in place of FBGEMM's."""
 
-    Attributes:
-        update: called with the unscaled backward pass, or with all passes of a step that accumulates them; it returns
-            the gradient of ``parameter``.
-        parameter: weights of the lookup, where a dense optimizer applies their gradient. It has the scale of the loss.
-    """
-
+    # called with the unscaled backward pass, or with all passes of a step that accumulates them; it returns the
+    # gradient of ``parameter``
     update: Callable[[LookupBackward], Tensor | None]
+    # weights of the lookup, where a dense optimizer applies their gradient. It has the scale of the loss
     parameter: Tensor | None = None
 
     def run(self, wrapped: WrappedLookup, given: LookupBackward, unscaled: Unscaled, weights: bool) -> Gradients:
+        """Runs in the backward pass ``given``; ``weights`` tells whether the ids' weights need their gradient."""
         of_weights = wrapped.in_torch.id_weight_grad(given) if weights else None
         step = wrapped.accumulation.add(unscaled.backward, unscaled.finite)
         grad = self.update(step) if step else None
@@ -154,27 +125,17 @@ class ReplacedUpdate:
 
 @dataclass(frozen=True)
 class RescaledGradients:
-    """Clips what FBGEMM's backward reads, which follows.
+    """Clips what FBGEMM's backward reads, which follows."""
 
-    Attributes:
-        weights: the ids' weights as FBGEMM reads them, which are scaled; None where bags hold at most one id, whose
-            output gradient is then replaced.
-        l2: as in :func:`attach_cowclip`; needs bags of one id.
-        expect: called with the unscaled pass, ``l2`` and the factors of the ids, which checks the update; or None.
-        completes_step: whether the pass is the one that takes the step of accumulated passes.
-    """
-
+    # the ids' weights as FBGEMM reads them, which are scaled; None where bags hold at most one id, whose output
+    # gradient is then replaced
     weights: Tensor | None
-    l2: float
+    l2: float  # as in attach_cowclip; needs bags of one id
+    # called with the unscaled pass, ``l2`` and the factors of the ids, to check the update; or None
     expect: Callable[[LookupBackward, float, Tensor | None], None] | None
-    completes_step: bool = False
 
     def run(self, wrapped: WrappedLookup, given: LookupBackward, unscaled: Unscaled, weights: bool) -> Gradients:
-        if wrapped.accumulation.passes > 1 and not self.completes_step:
-            raise RuntimeError(
-                "accumulate(n) was called between a forward pass and its backward pass, which would take a step of its"
-                " own; call it before the first forward pass of a step"
-            )
+        """Does what :meth:`ReplacedUpdate.run` does."""
         backward, grad, finite, factors = unscaled.backward, unscaled.scaled_grad, unscaled.finite, None
         if self.weights is None:
             require_single_ids(backward.bags, backward.id_weights)
@@ -217,15 +178,10 @@ def look_up_replaced(
     loss_scale: LossScale,
     ids: LookupIds | None = None,
 ) -> Tensor:
-    """Makes the backward of a lookup run an update.
+    """Makes the backward of a lookup run an update; returns its ``output``, which has no gradient yet, in the same
+    memory.
 
-    Args:
-        output: the lookup's output, without a gradient.
-        inputs: of its forward pass; weights of ids get their gradient if they require one.
-        ids: rows of the ids, if they have been found already.
-
-    Returns:
-        The output, in the same memory.
+    ``inputs`` are those of its forward, whose weights of ids get their gradient if they require one.
     """
     parameter = strategy.parameter
     if parameter is None:
@@ -249,12 +205,8 @@ def look_up_rescaled(
 ) -> Tensor:
     """Looks rows up by FBGEMM's forward, whose backward then reads what is clipped.
 
-    Args:
-        forward: FBGEMM's.
-        inputs: its keyword arguments.
-        single_id_bags, l2: as in :func:`attach_cowclip`.
-        check: called with the output; returns :attr:`RescaledGradients.expect`.
-        loss_scale: scale of the loss; None for the pass that takes the step of passes that were accumulated.
+    ``check`` is called with the output, and returns :attr:`RescaledGradients.expect`. ``loss_scale`` is None for the
+    pass that takes the step of passes that were accumulated.
     """
     given, weights, arguments = inputs.get("per_sample_weights"), None, dict(inputs)
     if not (single_id_bags or wrapped.lookup.is_sequence):
@@ -267,13 +219,13 @@ def look_up_rescaled(
         output = forward(**arguments)
         if not output.requires_grad:
             return output
-        strategy = RescaledGradients(weights, l2, check(output), completes_step=loss_scale is None)
+        strategy = RescaledGradients(weights, l2, check(output))
         clipping: Tensor = _Backward.apply(output, None, given, wrapped, bags, None, strategy, loss_scale)
     return clipping
 
 
 def _scalable_weights(given: Tensor | None, indices: Tensor) -> Tensor:
-    """The ids' weights, or ones, in memory of their own, which the clip may change."""
+    """The ids' weights, or ones, in memory of their own, which the clip changes."""
     if given is None:
         return torch.ones(indices.numel(), dtype=torch.float32, device=indices.device)
     return given.float().clone()
@@ -303,7 +255,7 @@ class _Backward(torch.autograd.Function):
         wrapped: WrappedLookup,
         bags: LookupBags,
         ids: LookupIds | None,
-        strategy: Strategy,
+        strategy: ReplacedUpdate | RescaledGradients,
         loss_scale: LossScale | None,
     ) -> Tensor:
         ctx.save_for_backward(bags.indices, bags.offsets, id_weights)

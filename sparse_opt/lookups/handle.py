@@ -37,9 +37,7 @@ class LookupsHandle:
     Mean pooling becomes a sum weighted with 1/length, which is the same on every back end of FBGEMM.
 
     Args:
-        inventory: of the model, none of whose collections is attached.
-        lookups: its lookups on this rank.
-        look_up: the new forward of each.
+        look_up: the new forward of each lookup.
         evicted: called with a lookup, the number of a table in it, and its rows that managed collision gives to new
             ids, int64 [n].
     """
@@ -51,60 +49,57 @@ class LookupsHandle:
         look_up: Mapping[WrappedLookup, LookUp],
         evicted: Callable[[WrappedLookup, int, Tensor], None] = lambda *_: None,
     ):
-        self._lookups, self._undo, self._warned = list(lookups), list[Callable[[], None]](), False
+        self._lookups, self._undo = list(lookups), list[Callable[[], None]]()
         pruned = [collection for collection, module in inventory.called.items() if is_pruned(module)]
         self._is_pruned = bool(pruned)
         for collection, module in inventory.called.items():
-            own = [each for each in lookups if each.lookup.collection is collection]
+            own = [wrapped for wrapped in lookups if wrapped.lookup.collection is collection]
             self._undo += [
-                leave_ddp(collection, [each.lookup.module for each in own]),
+                leave_ddp(collection, [wrapped.lookup.module for wrapped in own]),
                 module.register_forward_pre_hook(compiler.disable(self._guard(module, collection, own))).remove,
                 collection.register_load_state_dict_post_hook(_dropping(own)).remove,
                 partial(delattr, collection, _ATTACHED),
             ]
             setattr(collection, _ATTACHED, lambda: self)  # a function, which a copy of the model shares
-        for each in lookups:
-            if each.lookup.collection not in pruned:
-                self._undo.append(each.lookup.follow_evictions(partial(_forget, each, evicted)))
-            self._undo.append(_wrap(each, look_up[each]))
+        for wrapped in lookups:
+            if wrapped.lookup.collection not in pruned:
+                self._undo.append(wrapped.lookup.follow_evictions(partial(_forget, wrapped, evicted)))
+            self._undo.append(_wrap(wrapped, look_up[wrapped]))
 
     def stats(self) -> dict[str, TableStats]:
         """Statistics of each table, over the rows that this process holds. Waits for the device, once.
 
-        They tell what the clip computed, from its norms and limits. What the update then did with it is checked in the
-        first steps by ``verify`` of :func:`attach_cowclip`.
+        They come from the norms and limits of the clip. ``verify`` of :func:`attach_cowclip` checks the updates
+        themselves.
 
         Raises:
             ValueError: on CUDA, where no step waits for the device: ids of earlier steps were outside their tables.
         """
         if not self._lookups:
             return {}
-        on_device = [each.statistics.on_device() for each in self._lookups]
+        on_device = [wrapped.statistics.on_device() for wrapped in self._lookups]
         values = iter(zip(*torch.cat(on_device, dim=1).tolist(), strict=True))
         found: dict[str, TableStats] = {}
-        for each, own in zip(self._lookups, on_device, strict=True):
-            found |= each.statistics.per_table(list(zip(*islice(values, own.shape[1]), strict=True)))
+        for wrapped, own in zip(self._lookups, on_device, strict=True):
+            found |= wrapped.statistics.per_table(list(zip(*islice(values, own.shape[1]), strict=True)))
         return found
 
     def latest_ratios(self) -> dict[str, Tensor]:
-        """``||g|| / limit`` of the rows of each table in the latest step, float32, on the CPU. Waits for the device.
-
-        Over the rows that this process holds; a row was clipped where the ratio is above 1.
+        """``||g|| / limit`` of the rows of each table here in the latest step, float32, on the CPU. Waits for the
+        device.
         """
-        return {name: each for own in self._lookups for name, each in own.statistics.latest_ratios().items()}
+        return {name: own for wrapped in self._lookups for name, own in wrapped.statistics.latest_ratios().items()}
 
     def clipped_shares(self, scales: Sequence[float] = DEFAULT_SCALES) -> dict[str, dict[float, float]]:
-        """Share of each table's rows that would be clipped if all limits were ``scale`` times the present ones.
+        """Share in [0, 1] of each table's rows that would be clipped if all limits were ``scale`` times the present
+        ones.
 
-        Over the rows of :meth:`stats`, from their ratios ``||g|| / limit``, which training with other limits would
-        change. Under CowClip(r, zeta), ``scale`` times the limits is CowClip(scale * r, scale * zeta). Waits for the
-        device.
+        The shares, by scale and table name, are over the rows of :meth:`stats`, from their ratios ``||g|| / limit``,
+        which training with other limits would change. Under CowClip(r, zeta), ``scale`` times the limits is
+        CowClip(scale * r, scale * zeta). Waits for the device.
 
         Args:
             scales: factors of the limits, from 1e-7 to 1e7; each is rounded by up to 3 %.
-
-        Returns:
-            Shares in [0, 1] by scale, by table name; 0 without rows.
 
         Raises:
             ValueError: a scale is out of range.
@@ -112,16 +107,16 @@ class LookupsHandle:
         for scale in scales:
             if not 1e-7 <= scale <= 1e7:
                 raise UserError(f"scales of limits must be in [1e-7, 1e7], got {scale}")
-        return {name: own for each in self._lookups for name, own in each.statistics.shares_above(scales).items()}
+        return {name: own for wrapped in self._lookups for name, own in wrapped.statistics.shares_above(scales).items()}
 
     def reset_stats(self) -> None:
-        """Begins a new window of :meth:`stats` and :meth:`clipped_shares`; what is known of the latest step remains."""
-        for each in self._lookups:
-            each.statistics.reset()
+        """Begins a new window of :meth:`stats` and :meth:`clipped_shares`; the latest step remains known."""
+        for wrapped in self._lookups:
+            wrapped.statistics.reset()
 
     def __repr__(self) -> str:
         """Each table of this process with its limit, without waiting for the device."""
-        tables = {name: text for each in self._lookups for name, text in each.limits.described().items()}
+        tables = {name: text for wrapped in self._lookups for name, text in wrapped.limits.described().items()}
         listed = ", ".join(f"{name}: {text}" for name, text in tables.items()) or "no table on this process"
         return f"<{type(self).__name__}, {'attached' if self._undo else 'removed'}; {listed}>"
 
@@ -129,14 +124,14 @@ class LookupsHandle:
         """Makes one step of every ``passes`` backward passes: one clip, over the ids of all of them, and one update.
 
         Divide each loss by ``passes``, so that their sum is the mean over the complete batch. Optimizers of other
-        parameters accumulate gradients by themselves. All ranks must take the same number of passes; call it with the
-        number of those that are left before a last, shorter step. Passes that wait for others are dropped with a
-        warning, as they are when the model loads a state; call it too after an exception in a backward pass.
-
-        A row that managed collision gives to a new id meanwhile is left out of the passes that wait.
+        parameters accumulate gradients by themselves. All ranks must take the same number of passes; call it before the
+        first forward pass of a last, shorter step, with the number of passes that are left. Passes that wait for others
+        are dropped with a warning, as they are when the model loads a state; call it too after an exception in a
+        backward pass.
 
         Raises:
-            ValueError: ``passes`` is below 1, or several under TorchRec's ITEP.
+            ValueError: ``passes`` is below 1, or several under TorchRec's ITEP; and in a step, managed collision has
+                given rows to new ids while passes wait.
         """
         if passes < 1:
             raise UserError(f"accumulate takes at least 1 backward pass, got {passes}")
@@ -146,13 +141,13 @@ class LookupsHandle:
                 " earlier ones, which wait; take a step for each pass"
             )
         _dropping(self._lookups)()
-        for each in self._lookups:
-            each.accumulation.passes = passes
+        for wrapped in self._lookups:
+            wrapped.accumulation.passes = passes
 
     @property
     def waiting(self) -> int:
         """Backward passes whose gradients wait for others of their step."""
-        return max((each.accumulation.waiting for each in self._lookups), default=0)
+        return max((wrapped.accumulation.waiting for wrapped in self._lookups), default=0)
 
     def remove(self) -> None:
         """Detaches from the model; the weights do not change. Calling it again has no effect."""
@@ -164,10 +159,8 @@ class LookupsHandle:
     def _guard(
         self, attached: nn.Module, collection: ShardedCollection, lookups: Sequence[WrappedLookup]
     ) -> Callable[..., None]:
-        """Makes a function that checks a forward pass of a collection, which ``attached`` runs, before it begins.
-
-        It raises RuntimeError if the model is a copy, TorchRec has rebuilt the lookups, or an exception has interrupted
-        the accumulation of backward passes.
+        """Makes a check of a collection's forward pass, which ``attached`` runs: of copies, rebuilt lookups,
+        interrupted steps.
         """
         wrapped = lookup_modules(collection)
 
@@ -181,59 +174,41 @@ class LookupsHandle:
                     " EmbeddingAdam; call remove() before, and attach again after. For EmbeddingAdam save its"
                     " state_dict() before, and load it into the new one"
                 )
-            if not torch.is_grad_enabled() or all(each.forward_thread != get_ident() for each in lookups):
+            if not torch.is_grad_enabled() or all(wrapped.forward_thread != get_ident() for wrapped in lookups):
                 return  # an evaluation, perhaps within a backward pass of another thread
-            waiting = {each.accumulation.waiting for each in lookups}
+            waiting = {wrapped.accumulation.waiting for wrapped in lookups}
             if len(waiting) > 1:
-                names = _names([each for each in lookups if each.accumulation.waiting < max(waiting)])
+                behind = [wrapped.lookup for wrapped in lookups if wrapped.accumulation.waiting < max(waiting)]
+                names = [shard.name for lookup in behind for shard in lookup.shards]
                 raise RuntimeError(
                     f"of the passes of a step, tables have {min(waiting)} or {max(waiting)}: an exception interrupted a"
                     " backward pass; then call accumulate(n) again, which drops them, and begin the step anew. Or the"
                     f" loss does not use the outputs of the tables {', '.join(map(repr, names))}: add 0 times their sum"
                     " to it"
                 )
-            self._warn_of_unequal_calls()
 
         return check
-
-    def _warn_of_unequal_calls(self) -> None:
-        """Warns, once, if the latest ``backward()`` completed the step of some lookups alone."""
-        if self._warned or self._lookups[0].accumulation.passes == 1:  # of all alike
-            return
-        latest = max(each.latest_backward for each in self._lookups)
-        reached = [each for each in self._lookups if each.latest_backward == latest]
-        waiting = _names([each for each in reached if each.accumulation.waiting])
-        stepped = _names([each for each in reached if not each.accumulation.waiting])
-        if waiting and stepped:
-            self._warned = True
-            warnings.warn(
-                f"a loss calls tables {', '.join(stepped)} more often than {', '.join(waiting)}: accumulate(n) counts"
-                " calls, so that the first have taken their step and the others still wait; attach each collection by"
-                " itself, and call accumulate(n) on each with its own number",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-
-def _names(lookups: Sequence[WrappedLookup]) -> list[str]:
-    return [shard.name for each in lookups for shard in each.lookup.shards]
 
 
 def _dropping(lookups: Sequence[WrappedLookup]) -> Callable[..., None]:
     """Makes a function that drops the passes that wait, with a warning."""
 
     def drop(*_: Any) -> None:
-        if waiting := max((each.accumulation.waiting for each in lookups), default=0):
+        if waiting := max((wrapped.accumulation.waiting for wrapped in lookups), default=0):
             message = f"{waiting} backward passes that waited for others were dropped"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
-        for each in lookups:
-            each.accumulation.drop()
+        for wrapped in lookups:
+            wrapped.accumulation.drop()
 
     return drop
 
 
 def _forget(wrapped: WrappedLookup, evicted: Callable[..., None], table: int, rows: Tensor) -> None:
-    wrapped.accumulation.forget(table, rows)
+    if len(rows) and wrapped.accumulation.waiting:
+        raise UserError(
+            f"managed collision has given rows of table {wrapped.lookup.shards[table].name!r} to new ids, which would"
+            " get the gradients of earlier ones that wait for their step; take a step for each backward pass"
+        )
     evicted(wrapped, table, rows)
 
 
@@ -294,10 +269,7 @@ def refuse_copy(copied: nn.Module) -> None:
 
 
 def detach_cowclip(model: nn.Module) -> None:
-    """Detaches what :func:`attach_cowclip` or :class:`EmbeddingAdam` has attached to a model, as its ``remove()`` does.
-
-    For a handle that was lost. Has no effect where nothing is attached.
-    """
+    """Detaches what :func:`attach_cowclip` or :class:`EmbeddingAdam` has attached to a model, if anything."""
     for collection in ModelInventory(model).collections.values():
         if attached := attached_to(collection):
             attached.remove()

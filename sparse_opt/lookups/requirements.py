@@ -24,8 +24,6 @@ def lookups_under_rules(
     """Puts the lookups of a model under clip rules. All ranks must call together.
 
     Args:
-        inventory: of the model.
-        rules: rules of the model's tables.
         clip_columns: as in :func:`attach_cowclip`.
         skips_unclipped: whether tables without a limit are skipped if they cannot be clipped.
         is_scaled: whether a GradScaler scales the loss, so that column shards agree on whether their row moves.
@@ -37,7 +35,12 @@ def lookups_under_rules(
     given = dict.fromkeys(tables, clip_columns) if isinstance(clip_columns, int) else dict(clip_columns or {})
     columns = {table: given[name] for table, name in inventory.named("clip_columns", given).items()}
     unclipped = rules.unclipped(tables)
-    _require_one_batch(inventory)
+    for name in sorted(name for name, table in tables.items() if table.is_averaged):
+        raise UserError(
+            f"table {name!r} is under 2D parallelism (DMPCollection), whose groups of ranks would each count the ids of"
+            " their own share of the batch, and average rows that have taken different steps; use"
+            " DistributedModelParallel over all ranks"
+        )
     # Under a scale the fused update of a sharded table would otherwise apply the gradient of the scaled loss.
     skipped = {name for name in unclipped if skips_unclipped and not (is_scaled and tables[name].is_sharded)}
     with inventory.raised_on_all_ranks():
@@ -45,25 +48,14 @@ def lookups_under_rules(
     _require_norms(inventory, rules, unclipped)
     split: dict[str, list[tuple[int, ...]]] = {}
     if rules.scope == "row" or is_scaled:
-        split = {name: list(each.column_ranks.values()) for name, each in tables.items() if each.column_ranks}
+        split = {name: list(table.column_ranks.values()) for name, table in tables.items() if table.column_ranks}
         _require_partners(inventory, split)
     groups = groups_of_columns(split)
     with inventory.raised_on_all_ranks():
         return [WrappedLookup(lookup, rules, columns, groups) for lookup in inventory.lookups]
 
 
-def _require_one_batch(inventory: ModelInventory) -> None:
-    """Raises ValueError if ranks would count the ids of a part of the batch."""
-    for table in sorted(name for name, each in inventory.tables.items() if each.is_averaged):
-        raise UserError(
-            f"table {table!r} is under 2D parallelism (DMPCollection), whose groups of ranks would each count the ids"
-            " of their own share of the batch, and average rows that have taken different steps; use"
-            " DistributedModelParallel over all ranks"
-        )
-
-
 def _require_clippable(inventory: ModelInventory, skipped: set[str], unclipped: set[str]) -> None:
-    """Raises ValueError for a table that cannot be clipped on this rank and is not skipped."""
     for table, reason in inventory.unclippable.items():
         if table not in skipped:
             remedy = "to leave it unclipped name it in exclude"
@@ -80,7 +72,6 @@ def _require_clippable(inventory: ModelInventory, skipped: set[str], unclipped: 
 
 
 def _require_norms(inventory: ModelInventory, rules: TableRules, unclipped: set[str]) -> None:
-    """Raises ValueError for a rule whose norms the backward of a lookup cannot compute."""
     clipped = sorted(inventory.tables.keys() - unclipped)
     for table in map(inventory.tables.get, clipped) if rules.scope == "field" else ():
         if table and (table.column_ranks or table.is_on_some_ranks):
@@ -112,10 +103,7 @@ def _require_norms(inventory: ModelInventory, rules: TableRules, unclipped: set[
 
 
 def _require_partners(inventory: ModelInventory, split: Mapping[str, Sequence[Sequence[int]]]) -> None:
-    """Raises ValueError for column shards that would wait for each other forever.
-
-    Lookups must run in the same order on all ranks, and in all processes, which make the shards' groups.
-    """
+    """Raises ValueError unless lookups of column shards run in the same order on all ranks, in all processes."""
     if split and (pair := inventory.inconsistent_lookups()):
         raise UserError(
             f"tables {pair[0]!r} and {pair[1]!r} are sharded column-wise and looked up separately, perhaps on some"
@@ -123,7 +111,7 @@ def _require_partners(inventory: ModelInventory, split: Mapping[str, Sequence[Se
             " same pooling, data type, kind of sharding and fused_params, or make each a collection of its own"
         )
     world = dist.get_world_size() if split else 1
-    least = min((process_group_of(each).size() for each in inventory.collections.values()), default=world)
+    least = min((process_group_of(collection).size() for collection in inventory.collections.values()), default=world)
     for table in sorted(name for name, parts in split.items() if any(len(set(ranks)) > 1 for ranks in parts)):
         if least < world:
             raise UserError(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..algorithm.adam import adam_element, ftrl_constants, ftrl_element, table_scalars
 from ..algorithm.clip import limits_of_norms, scales_of_norms
+from ..kernels import torch_rows
 from ..kernels.layout import (
     AdamRows,
     LookupBackward,
@@ -29,21 +30,7 @@ from ..kernels.layout import (
 )
 from ..kernels.profiling import ROW_GRADIENTS, profiled
 from ..kernels.threads import balanced_groups, in_threads, threads_for
-from ..kernels.torch_rows import (
-    RowGradients,
-    RowSums,
-    exact_root,
-    find_rows,
-    is_behind,
-    missed_decay,
-    row_sums,
-    rows_of_sums,
-    scatter_rows,
-    sums_of_ranks,
-    weight_grads,
-    with_sums,
-    with_weights,
-)
+from ..kernels.torch_rows import RowGradients, RowSums, exact_root
 from ..tbe.column_shards import ColumnShards
 from ..tbe.lookup import TbeLookup
 from .rules import TableLimits
@@ -59,6 +46,8 @@ _WORK_OF_ROW = 4
 class RowBackend(Protocol):
     """Work on the rows of a lookup's batches; clips record their statistics. Sizes: nnz ids.
 
+    On CPU, methods that take ids raise ValueError for one outside its table.
+
     Attributes:
         is_capturable: whether a CUDA graph can repeat the work, which reads all that changes from the device and waits
             for nothing.
@@ -70,31 +59,18 @@ class RowBackend(Protocol):
         """Finds the rows of a lookup's ids."""
 
     def sum_rows(self, backward: LookupBackward) -> RowSums:
-        """Distinct rows of a backward pass and their gradients, as torch takes them."""
+        """Distinct rows of a backward pass and their gradients, for the work in torch."""
 
     def id_factors(self, backward: LookupBackward) -> Tensor:
-        """Clip factor of each id's row, float32 [nnz].
-
-        Raises:
-            ValueError: an id is outside its table (on CPU).
-        """
+        """Clip factor of each id's row, float32 [nnz]."""
 
     def clipped_output_grad(self, backward: LookupBackward, l2: float) -> Tensor:
         """Computes an output gradient whose sum over each row's ids is ``clip(g + 2 * l2 * w)``.
 
         FBGEMM adds up the output gradient over a row's ids. The row's complete gradient, L2 included, is therefore
         written at one of its ids and zeros at the others: the sum is that gradient, and nothing is lost to rounding.
-
-        Args:
-            backward: ids, at most one in a bag and without weights, and the output gradient.
-            l2: coefficient of ``l2 * sum(w^2)`` in the loss, over the batch's rows, >= 0; also for columns that are not
-                clipped.
-
-        Returns:
-            float, of the shape and the type of the output gradient.
-
-        Raises:
-            ValueError: an id is outside its table (on CPU).
+        Bags hold at most one id, without weights. L2 is added to columns that are not clipped too. The result has the
+        gradient's shape and type.
         """
 
     def update(self, backward: LookupBackward, adam: AdamRows) -> None:
@@ -104,25 +80,17 @@ class RowBackend(Protocol):
         """
 
     def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
-        """Takes the missed steps of the rows of a lookup's ids, except for the second moments of decayed rows.
+        """Takes the missed steps of the ids' rows, except for the second moments of decayed rows; returns the rows, if
+        found.
 
-        Returns:
-            The rows of the ids, if it had to find them.
-
-        Raises:
-            ValueError: an id is outside its table (on CPU); rows that were behind are caught up all the same.
+        Rows that were behind are caught up also where an id outside its table is found.
         """
 
     def pool(self, bags: LookupBags, inputs: Inputs, ids: LookupIds | None) -> tuple[Tensor | None, LookupIds | None]:
-        """Looks rows up.
+        """Looks rows up by the keyword arguments of FBGEMM's forward.
 
-        Args:
-            inputs: keyword arguments of FBGEMM's forward.
-            ids: rows of the ids, if they have been found.
-
-        Returns:
-            The output of FBGEMM's forward, without a gradient; None where that has to compute it. And ``ids``, if they
-            have been found by now.
+        Returns its output, without a gradient; None where FBGEMM has to compute it. And the rows of the ids, if known
+        by now.
         """
 
     def replay(self, rows: Tensor, adam: AdamRows) -> None:
@@ -143,11 +111,11 @@ class NumbaRows:
         self._numpy_layout, self._clips = to_numpy(layout), to_numpy(limits.clips)
 
     def find_rows(self, bags: LookupBags) -> LookupIds:
-        return find_rows(self._layout, bags)
+        return torch_rows.find_rows(self._layout, bags)
 
     def sum_rows(self, backward: LookupBackward) -> RowSums:
         ids = backward.ids or self.find_rows(backward.bags)
-        return row_sums(self._layout, ids, backward.id_weights, backward.output_grad)
+        return torch_rows.row_sums(self._layout, ids, backward.id_weights, backward.output_grad)
 
     def id_factors(self, backward: LookupBackward) -> Tensor:
         factors = torch.empty(backward.bags.indices.numel(), dtype=torch.float32)
@@ -174,11 +142,11 @@ class NumbaRows:
         with profiled(ROW_GRADIENTS):
             id_weights = _NO_WEIGHTS if backward.id_weights is None else backward.id_weights.float().numpy()
             common = (layout, bags, id_weights, backward.output_grad.float().contiguous().view(-1).numpy())
-            bad, sums = zip(*in_threads([partial(kernels.sum_rows, each, *common) for each in groups]), strict=True)
+            bad, sums = zip(*in_threads([partial(kernels.sum_rows, group, *common) for group in groups]), strict=True)
             self._lookup.raise_bad_id(bad, bags.begins, bags.indices)
         ratios = kernels.Ratios(np.empty(len(bags.indices), np.float32), np.zeros(len(bags.begins) - 1, np.int64))
         arguments = (layout, bags, self._clips, ratios, *arguments)
-        in_threads([partial(kernel, *each, *arguments) for each in zip(groups, sums, strict=True)])
+        in_threads([partial(kernel, group, own, *arguments) for group, own in zip(groups, sums, strict=True)])
         self._statistics.record_compiled(kernels.count_rows, ratios, bags.begins)
 
     def catch_up(self, bags: LookupBags, adam: AdamRows) -> None:
@@ -204,11 +172,8 @@ class NumbaRows:
         self._replay(keys.numpy(), adam, to_numpy(adam.steps))
 
     def _replay(self, keys: np.ndarray, adam: AdamRows, steps: Any) -> None:
-        """Takes the missed steps of distinct rows, in the order of their last steps.
-
-        Args:
-            keys: ``last_step << ROW_BITS | row`` of each, int64 [n]; sorted in place.
-            steps: those of ``adam``, as numpy arrays.
+        """Takes the missed steps of distinct rows by their keys, ``last_step << ROW_BITS | row``, int64 [n], which it
+        sorts.
         """
         keys.sort()
         rows: Any = StaleRows(*self._replay_kernels.rows_of_keys(keys, self._numpy_layout))
@@ -220,7 +185,7 @@ class NumbaRows:
             same: Any = rows
             if len(kinds) > 1:
                 tables = (columns == dim) & (lr_factors == np.float32(lr_factor))
-                same = StaleRows(*(each[tables[rows.table]] for each in rows))
+                same = StaleRows(*(column[tables[rows.table]] for column in rows))
             work = len(same.last) * adam.step - int(same.last.sum(dtype=np.int64))
             parts = threads_for(work)
             common: tuple[Any, ...] = (parts, dim, np.float32(lr_factor), same, state, steps, *numbers)
@@ -243,8 +208,7 @@ class TritonRows:
         self._lookup, self._layout, self._clips, self._statistics = lookup, layout, limits.clips, statistics
 
     def _on_own_device(self) -> AbstractContextManager[Any]:
-        """Triton launches on the thread's current device, which is another one than the tables' in new threads, and in
-        programs that do not set it; autograd's own threads have the right one."""
+        """Makes the tables' device current, on which Triton launches; in new threads another one is."""
         device = self._layout.rows.device
         is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
         return torch.cuda.device(device) if is_other else nullcontext()
@@ -255,16 +219,16 @@ class TritonRows:
 
     def _find_rows(self, bags: LookupBags, outside: Tensor) -> LookupIds:
         if not bags.indices.numel():
-            return find_rows(self._layout, bags)
+            return torch_rows.find_rows(self._layout, bags)
         ids: LookupIds = self._kernels.find_rows_on_device(self._layout, bags, outside)
         return ids
 
     def sum_rows(self, backward: LookupBackward) -> RowSums:
         if not backward.bags.indices.numel():
             ids = self.find_rows(backward.bags)
-            return row_sums(self._layout, ids, backward.id_weights, backward.output_grad)
+            return torch_rows.row_sums(self._layout, ids, backward.id_weights, backward.output_grad)
         rows = self._rows(backward)
-        return with_sums(self._layout, rows.ids, rows.sums(), backward.output_grad.dtype)
+        return torch_rows.with_sums(self._layout, rows.ids, rows.sums(), backward.output_grad.dtype)
 
     def _rows(self, backward: LookupBackward) -> Any:
         """DeviceRows of a backward pass, which has at least one id."""
@@ -329,11 +293,8 @@ class TritonRows:
 class TorchRows:
     """The rows of a lookup in torch, with the collectives that some plans and rules need. Sizes: T tables.
 
-    Args:
-        columns: adds up norms over column shards; None where rows are complete.
-        device: back end of the device, for what kernels do.
-
     Attributes:
+        columns: adds up norms over column shards; None where rows are complete.
         gathers_rows: whether the ranks hold copies of the tables and exchange the rows of their batches.
         waits_for_ranks: whether a backward pass takes part in collectives even without ids.
     """
@@ -363,11 +324,11 @@ class TorchRows:
         """Distinct rows of a backward pass and their gradients; of replicated tables those of all ranks."""
         with profiled(ROW_GRADIENTS):
             rows = self._device.sum_rows(backward)
-            return sums_of_ranks(rows, self._lookup.process_group) if self.gathers_rows else rows
+            return torch_rows.sums_of_ranks(rows, self._lookup.process_group) if self.gathers_rows else rows
 
     def row_gradients(self, sums: RowSums) -> RowGradients:
         """Rows as they are now, and their gradients."""
-        return with_weights(sums, self._layout, self._lookup.flat_weights())
+        return torch_rows.with_weights(sums, self._layout, self._lookup.flat_weights())
 
     def id_factors(self, backward: LookupBackward) -> Tensor:
         rows = self.row_gradients(self.sum_rows(backward))
@@ -378,20 +339,20 @@ class TorchRows:
         rows = self._clipped(backward, l2)
         first = rows.address[rows.counts.occurrence][:, None]
         column = torch.arange(rows.grad.shape[1], device=output_grad.device)
-        scatter_rows(output_grad.view(-1), torch.where(rows.inside, first + column, first), rows)
+        torch_rows.scatter_rows(output_grad.view(-1), torch.where(rows.inside, first + column, first), rows)
         return output_grad
 
     def dense_gradient(self, backward: LookupBackward, l2: float) -> Tensor:
         """Gradient of the lookup's flat weights, float [sum rows * D]: rows clipped with their L2, and zeros elsewhere.
 
-        For tables whose gradient a dense optimizer applies. Of data-parallel tables it is the gradient of the global
-        batch, so that they need no DistributedDataParallel: the ranks exchange the rows of their batches instead of
-        complete tables, and bound them by their occurrences in the global batch.
+        It is for tables whose gradient a dense optimizer applies. Of data-parallel tables it is the gradient of the
+        global batch, so that they need no DistributedDataParallel: ranks exchange the rows of their batches, not
+        complete tables.
         """
         grad = torch.zeros_like(self._lookup.flat_weights())
         if backward.bags.indices.numel() or self.waits_for_ranks:
             rows = self._clipped(backward, l2)
-            scatter_rows(grad, rows.element, rows)
+            torch_rows.scatter_rows(grad, rows.element, rows)
         else:
             self._statistics.record_no_rows()
         return grad
@@ -409,7 +370,7 @@ class TorchRows:
     def id_weight_grad(self, backward: LookupBackward) -> Tensor:
         """Gradient of each id's weight in its bag's sum, float32 [nnz]: its row times the gradient of the bag."""
         ids = backward.ids or self.find_rows(backward.bags)
-        return weight_grads(self._layout, ids, self._lookup.flat_weights(), backward.output_grad)
+        return torch_rows.weight_grads(self._layout, ids, self._lookup.flat_weights(), backward.output_grad)
 
     def update(self, backward: LookupBackward, adam: AdamRows) -> None:
         if not (backward.bags.indices.numel() or self.waits_for_ranks):
@@ -443,13 +404,13 @@ class TorchRows:
 
         Rows that only other ranks looked up take the steps that they missed first.
         """
-        rows, last_step = rows_of_sums(self._layout, sums), adam.steps.last_step
+        rows, last_step = torch_rows.rows_of_sums(self._layout, sums), adam.steps.last_step
         if self.gathers_rows:
             found = rows[sums.counts.real]
             adam.steps.taken.sub_(1)
-            self.replay(found[is_behind(last_step[found], adam.step - 1)], adam._replace(step=adam.step - 1))
+            self.replay(found[torch_rows.is_behind(last_step[found], adam.step - 1)], adam._replace(step=adam.step - 1))
             adam.steps.taken.add_(1)
-        decay = missed_decay(last_step[rows], adam.step - 1, adam.log_beta2)
+        decay = torch_rows.missed_decay(last_step[rows], adam.step - 1, adam.log_beta2)
         last_step.index_fill_(0, rows, adam.step)
         return decay
 
@@ -475,18 +436,15 @@ class TorchRows:
         return self.factors_of_norms(rows, *norms)
 
     def factors_of_norms(self, rows: RowGradients, norms: Tensor, weight_norms: Tensor) -> Tensor:
-        """Computes :meth:`factors` from the norms of gradients and weights that bound each row, float [nnz]."""
+        """Computes :meth:`factors` from the norms that bound each row, float [nnz]."""
         norms, weight_norms = norms.to(rows.grad.dtype), weight_norms.to(rows.grad.dtype)
-        _, r, floor, per_occurrence = (each[rows.table] for each in self._limits.clips)
+        _, r, floor, per_occurrence = (limit[rows.table] for limit in self._limits.clips)
         limits = limits_of_norms(weight_norms, rows.counts.count, r, floor, per_occurrence)
         self._statistics.record(torch.nan_to_num(norms / limits, nan=0.0, posinf=torch.inf), rows)
         return scales_of_norms(norms, limits)
 
     def group_norms(self, squares: Tensor) -> Tensor:
-        """Adds up the tables' squared norms here to norms of each table, or of all together, over all ranks.
-
-        ``squares`` is float64 [2, T], of gradients and of weights; returns [2, T]. Excluded tables do not count.
-        """
+        """Adds up the tables' squared norms, float64 [2, T], to norms of each table, or of all, over all ranks."""
         squares = squares.where(~self._limits.excluded, 0)
         if self._limits.scope == "global":  # ranks may hold different tables: only the sum has one shape on all ranks
             squares = squares.sum(1, keepdim=True)

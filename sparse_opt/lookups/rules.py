@@ -19,18 +19,13 @@ OTHERS = "*"
 
 @dataclass(frozen=True)
 class TableRules:
-    """Clip rules of tables, which bound norms of one scope.
+    """Clip rules of tables, which bound norms of one scope."""
 
-    Attributes:
-        default: rule of the tables that are not named.
-        by_table: rules of others, by their names in the model; :class:`NoClip` for excluded tables.
-    """
-
-    default: ClipRule
+    default: ClipRule  # rule of the tables that are not named
+    # rules of others, by their names in the model; NoClip for excluded tables
     by_table: Mapping[str, ClipRule] = field(default_factory=dict)
 
     def of(self, table: str) -> ClipRule:
-        """Rule of a table."""
         return self.by_table.get(table, self.default)
 
     @property
@@ -44,12 +39,12 @@ class TableRules:
 
     @property
     def scope(self) -> Scope:
-        """What they bound the norm of."""
+        """What the rules bound the norm of."""
         return next((rule.scope for rule in self.limiting), "row")
 
     @property
     def name(self) -> str:
-        """Their names, for messages."""
+        """Names of the rules, for messages."""
         return ", ".join(sorted({rule.name for rule in self.limiting})) or NoClip.name
 
     def unclipped(self, tables: Collection[str]) -> set[str]:
@@ -72,9 +67,9 @@ def table_rules(
             " a model with EmbeddingBagCollections"
         )
     given = dict(rule) if isinstance(rule, Mapping) else {OTHERS: rule}
-    for each in given.values():
-        if isinstance(each, type) or not callable(getattr(each, "limit", None)):
-            got = f"the class {each.__name__}" if isinstance(each, type) else repr(each)
+    for given_rule in given.values():
+        if isinstance(given_rule, type) or not callable(getattr(given_rule, "limit", None)):
+            got = f"the class {given_rule.__name__}" if isinstance(given_rule, type) else repr(given_rule)
             raise TypeError(
                 "rule must be a clip rule, such as CowClip(r=1.0, zeta=1e-5), or a mapping of table names to rules; got"
                 f" {got}"
@@ -91,12 +86,12 @@ def table_rules(
     default = given[OTHERS] if others else NoClip()
     rules = TableRules(default, named | dict.fromkeys(excluded, NoClip()))
     first, *more = rules.limiting or [default]
-    for each in more:
-        if each.scope != first.scope or first.scope == "global":
+    for other in more:
+        if other.scope != first.scope or first.scope == "global":
             raise UserError(
-                f"clip rules {first.name!r} and {each.name!r} cannot be mixed: the first bounds the norm of a"
-                f" {_SCOPES[first.scope]}, the second that of a {_SCOPES[each.scope]}; mix rules for rows, or rules for"
-                " tables"
+                f"clip rules {first.name!r} and {other.name!r} cannot be mixed: the first bounds the norm of a"
+                f" {_SCOPES[first.scope]}, the second that of a {_SCOPES[other.scope]}; mix rules for rows, or rules"
+                " for tables"
             )
     return rules
 
@@ -105,21 +100,14 @@ _SCOPES = {"row": "row", "field": "table", "global": "gradient of all tables"}
 
 
 class TableLimits:
-    """Limits that clip rules set for the tables of a lookup.
-
-    Args:
-        clip_columns: by table name, leading columns that are measured and clipped; all where there is none.
+    """Limits that clip rules set for the tables of a lookup; ``clip_columns`` as for WrappedLookup.
 
     Attributes:
-        scope: what the rules bound the norm of.
         per_table: limit of each table.
         columns: columns of each table here that are measured and clipped.
         clips: limits and columns of the tables, as tensors.
         excluded: whether each table has no limit, bool [tables].
         clipped_column_shards: names of tables that are sharded column-wise and clipped.
-
-    Raises:
-        ValueError: clip_columns is out of range.
     """
 
     def __init__(self, lookup: TbeLookup, rules: TableRules, clip_columns: Mapping[str, int]):

@@ -45,15 +45,14 @@ def bins_of(ratios: Tensor) -> Tensor:
 class TableStats:
     """Clip statistics of a table, over the rows whose first columns this process holds.
 
-    They are computed from the norms and limits by which the clip scales gradients, and not from what the optimizer has
-    done with these. A table that every process holds is counted by the first process only.
+    They are computed from the norms and limits by which the clip scales gradients. A table that every process holds is
+    counted by the first process only.
 
     Attributes:
         rows: rows with a gradient since attaching or resetting; a row counts once in each step that has its id.
         clipped_share: share of these rows whose gradient exceeded its limit, in [0, 1]; under a rule for tables the
             gradient and the limit are the table's or those of all tables.
-        median_ratio: median of ``||g|| / limit`` over the rows of the latest step, above 1 where most were clipped;
-            NaN without rows.
+        median_ratio: median of ``||g|| / limit`` over the rows of the latest step; NaN without rows.
     """
 
     rows: int
@@ -64,10 +63,9 @@ class TableStats:
 class ClipStatistics:
     """Counts of updated and clipped rows of a lookup's tables, and the ratios of the latest step.
 
-    Attributes:
-        latest: ratios of the latest step.
-        latest_rows: distinct rows of each table in the latest step, int64 [tables]; zeros unless a compiled kernel ran.
-        outside: ids that were outside their tables and could not be reported at once, int64 [tables]; as on CUDA.
+    ``latest_rows`` are the distinct rows of each table in the latest step, int64 [tables], zeros unless a compiled
+    kernel ran; ``outside`` are the ids outside their tables that could not be reported at once, as on CUDA, int64
+    [tables].
     """
 
     def __init__(self, lookup: TbeLookup):
@@ -81,13 +79,12 @@ class ClipStatistics:
         self.latest_rows = np.zeros(len(lookup.shards), np.int64)
 
     def record_no_rows(self) -> None:
-        """Records a step without ids."""
         self.latest = RowResults(torch.empty(0, dtype=torch.float32, device=self._rows.device), self._rows[:0])
 
     def reset(self) -> None:
-        """Begins to count anew; what is known of the latest step remains."""
-        for each in (self._rows, self._clipped, self._bins):
-            each.zero_()
+        """Begins to count anew; the latest step remains known."""
+        for counter in (self._rows, self._clipped, self._bins):
+            counter.zero_()
 
     def shares_above(self, scales: Sequence[float]) -> dict[str, dict[float, float]]:
         """Share of each table's rows whose ratio is above each scale, which is rounded to the nearest bin (3 %)."""
@@ -114,7 +111,6 @@ class ClipStatistics:
         self._bins.view(-1).scatter_add_(0, rows.table * _BINS + bins_of(self.latest.ratio), ones)
 
     def record_on_device(self, results: RowResults, rows: "DeviceRows") -> None:
-        """Records the results of a kernel of triton_rows.py."""
         rows.count(results, self._rows, self._clipped, self._bins, _BIN_BITS, _FIRST_BIN)
         self.latest = results
 
@@ -138,14 +134,10 @@ class ClipStatistics:
     def on_device(self) -> Tensor:
         """Rows, clipped rows, median ratio and ids outside of each table, float64 [4, tables]."""
         counts = (self._rows, self._clipped, self._medians(), self.outside)
-        return torch.stack([each.double() for each in counts])
+        return torch.stack([values.double() for values in counts])
 
     def per_table(self, values: Sequence[Sequence[float]]) -> dict[str, TableStats]:
-        """Statistics by table name, from the numbers of :meth:`on_device`.
-
-        Raises:
-            ValueError: ids were outside their tables.
-        """
+        """Statistics by table name, from the numbers of :meth:`on_device`."""
         for shard, outside in zip(self._lookup.shards, values[3], strict=True):
             if outside:
                 raise UserError(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional
 
 from cowrec.errors import UserError
 
@@ -28,28 +27,14 @@ class WrappedLookup:
         groups: process groups of column shards, from :func:`groups_of_columns`.
 
     Attributes:
-        lookup: the lookup.
-        layout: geometry of the lookup.
-        bags: finds the bags of its forward passes.
-        accumulation: its backward passes that wait for others of their step.
-        limits: limits of its tables.
-        statistics: clip statistics.
         latest_backward: torch's number of the latest ``backward()`` that reached it; -1 before the first.
         forward_thread: the thread of the forward pass before it, which is the one that trains; None before the first.
-        in_torch: work on its rows in torch, which every lookup can do.
-        kernels: work on its rows in the kernels of its device.
+        in_torch, kernels: work on its rows in torch, which every lookup can do, and in the kernels of its device.
         rows: the back end, one of these two.
-
-    Raises:
-        ValueError: clip_columns is out of range.
     """
 
     def __init__(
-        self,
-        lookup: TbeLookup,
-        rules: TableRules,
-        clip_columns: Mapping[str, int],
-        groups: Groups | None = None,
+        self, lookup: TbeLookup, rules: TableRules, clip_columns: Mapping[str, int], groups: Groups | None = None
     ):
         self.lookup, self.layout, weights = lookup, lookup.layout(), lookup.flat_weights()
         dims = [shard.embedding_dim for shard in lookup.shards]
@@ -86,19 +71,14 @@ class WrappedLookup:
         return LookupBackward(bags, None, torch.zeros(bags.size, dtype=torch.float32, device=device))
 
     def compile(self, work: Callable[[RowBackend, LookupBackward], Any]) -> None:
-        """Does work on no rows with the CPU's kernels, which are compiled for it, if this lookup works with them."""
+        """Does work on no rows, for which the CPU's kernels are compiled, if this lookup works with them."""
         if self.rows is self.kernels and not self.lookup.flat_weights().is_cuda:
             work(self.rows, self.without_ids())
 
     def begin_backward(self, *, is_repeated: bool, forward_thread: int) -> None:
         """Warns in the second backward pass of one ``backward()``, unless passes are accumulated, or of one forward.
 
-        Args:
-            is_repeated: whether it is the second of one forward pass.
-            forward_thread: thread of the forward pass.
-
-        Raises:
-            RuntimeError: the pass is the second of one forward, and passes are accumulated.
+        It raises RuntimeError in the second one of a forward pass if passes are accumulated.
         """
         if is_repeated and self.accumulation.passes > 1:
             raise RuntimeError(
@@ -126,14 +106,7 @@ class WrappedLookup:
 
 
 class Accumulation:
-    """Backward passes of a lookup that wait for the last one of their step.
-
-    Args:
-        bags: finds the bags of the lookup's forward passes.
-
-    Attributes:
-        passes: backward passes of a step.
-    """
+    """Backward passes of a lookup that wait for the last one of their step, which has ``passes`` of them."""
 
     def __init__(self, bags: BagsOfLookup):
         self.passes = 1
@@ -141,31 +114,10 @@ class Accumulation:
 
     @property
     def waiting(self) -> int:
-        """Number of passes that wait."""
         return len(self._waiting)
 
     def drop(self) -> None:
-        """Forgets the passes that wait."""
         self._waiting, self._finite = [], []
-
-    def forget(self, table: int, rows: Tensor) -> None:
-        """Leaves rows of a table, int64 [n], that belong to new ids out of the passes that wait."""
-        self._waiting = [self._without(each, table, rows) for each in self._waiting]
-
-    def _without(self, backward: LookupBackward, table: int, rows: Tensor) -> LookupBackward:
-        indices, offsets, blocks, _ = backward.bags
-        begin, end = offsets[blocks.first_bag[blocks.first_block[table : table + 2]]].tolist()
-        kept = torch.ones(len(indices), dtype=torch.bool, device=indices.device)
-        kept[begin:end] = ~torch.isin(indices[begin:end], rows.to(indices))
-        # In sequences, where every id is a bag, a feature's ids of one pass move together, as in _joined.
-        bags = blocks.first_bag if self._bags.is_sequence else offsets
-        inputs = {"indices": indices[kept], "offsets": functional.pad(kept.cumsum(0), (1, 0))[bags.long()]}
-        weights, grad = backward.id_weights, backward.output_grad
-        return LookupBackward(
-            self._bags.of(inputs),
-            None if weights is None else weights[kept],
-            grad[kept] if self._bags.is_sequence else grad,
-        )
 
     def add(self, backward: LookupBackward, finite: Tensor | None) -> LookupBackward | None:
         """Adds a pass; returns the passes of a step as one once they are complete, else None.
@@ -194,29 +146,23 @@ class Accumulation:
     def _joined(self, passes: list[LookupBackward]) -> LookupBackward:
         # Where every id is a bag, a feature's ids of one pass move together.
         is_sequence = self._bags.is_sequence
-        offsets = [each.bags.blocks.first_bag if is_sequence else each.bags.offsets for each in passes]
+        offsets = [one_pass.bags.blocks.first_bag if is_sequence else one_pass.bags.offsets for one_pass in passes]
         features = len(passes[0].bags.blocks.table)
-        bags = [(len(each) - 1) // features for each in offsets]
+        bags = [(len(ends) - 1) // features for ends in offsets]
         numbers = torch.arange(features * sum(bags)).split([features * size for size in bags])
-        by_feature = [each.view(features, size) for each, size in zip(numbers, bags, strict=True)]
+        by_feature = [own.view(features, size) for own, size in zip(numbers, bags, strict=True)]
         device = offsets[0].device
         order = torch.cat(by_feature, dim=1).flatten().int()
         if device.type == "cuda":
             order = order.pin_memory().to(device, non_blocking=True)
-        lengths = torch.cat([each.diff() for each in offsets]).long()
-        ids = torch.arange(sum(each.bags.indices.numel() for each in passes), device=device)
+        lengths = torch.cat([ends.diff() for ends in offsets]).long()
+        ids = torch.arange(sum(one_pass.bags.indices.numel() for one_pass in passes), device=device)
         lengths, ids, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, lengths, ids, None, ids.numel())
-        indices = torch.cat([each.bags.indices for each in passes])[ids]
-        weights = None
-        if given := [each.id_weights for each in passes if each.id_weights is not None]:
-            ones = [given[0].new_ones(each.bags.indices.numel()) for each in passes]
-            own = [one if each.id_weights is None else each.id_weights for each, one in zip(passes, ones, strict=True)]
-            weights = torch.cat(own)[ids]
-        grads = torch.cat([each.output_grad for each in passes])
-        inputs: dict[str, Tensor] = {
-            "indices": indices,
-            "offsets": torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-        }
+        indices = torch.cat([one_pass.bags.indices for one_pass in passes])[ids]
+        given = [one_pass.id_weights for one_pass in passes if one_pass.id_weights is not None]
+        weights = torch.cat(given)[ids] if given else None
+        grads = torch.cat([one_pass.output_grad for one_pass in passes])
+        inputs = {"indices": indices, "offsets": torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])}
         return LookupBackward(self._bags.of(inputs), weights, grads[ids] if is_sequence else grads)
 
 

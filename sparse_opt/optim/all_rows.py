@@ -37,10 +37,7 @@ def update_all_rows(
     scalars: AdamScalars,
     lr_factors: Tensor,
 ) -> None:
-    """Takes a step on every table of a lookup, in place, some of its rows at a time.
-
-    The learning rate of a table, and alpha, is that of the settings times its factor, float32 [tables] on the CPU.
-    """
+    """Takes a step on every table of a lookup, in place; ``lr_factors`` are float32 [tables], on the CPU."""
     batch_rows, rows = None, wrapped.in_torch
     if backward.bags.indices.numel() or rows.gathers_rows:
         batch_rows = rows.row_gradients(rows.sum_rows(backward))
@@ -63,10 +60,7 @@ def update_all_rows(
 def _norms_beyond_rows(
     wrapped: WrappedLookup, state: AdamState, batch_rows: RowGradients | None, config: AdamConfig
 ) -> list[Tensor] | None:
-    """Norms of gradients and weights that the limits apply to, float32 [2, V] or [2, 1] of each table.
-
-    None if a row's norm depends only on its columns here.
-    """
+    """Norms that the limits apply to, float32 [2, V] or [2, 1] of each table; None if a row's columns here suffice."""
     columns = wrapped.in_torch.columns
     if wrapped.limits.scope == "row" and columns is None:
         return None
@@ -81,8 +75,8 @@ def _norms_beyond_rows(
         for table, clip_columns in enumerate(wrapped.limits.columns)
     ]
     if columns:
-        return [each.sqrt().float() for each in columns.add_up_tables(squares)]
-    summed = torch.stack([each.sum(1) for each in squares], dim=1)
+        return [of_table.sqrt().float() for of_table in columns.add_up_tables(squares)]
+    summed = torch.stack([of_table.sum(1) for of_table in squares], dim=1)
     return list(wrapped.in_torch.group_norms(summed).float().split(1, dim=1))
 
 
@@ -93,7 +87,7 @@ def _parts(
     lookup = wrapped.lookup
     views = [lookup.view_of(flat, table) for flat in state]
     tensors = (*views, *dense_gradient(batch_rows, table, lookup.weight_offsets[table], views[1]))
-    yield from zip(*(each.split(_ROWS_AT_ONCE) for each in tensors), strict=True)
+    yield from zip(*(tensor.split(_ROWS_AT_ONCE) for tensor in tensors), strict=True)
 
 
 def _record_clips(wrapped: WrappedLookup, batch_rows: RowGradients, norms: list[Tensor] | None) -> None:
@@ -127,13 +121,9 @@ def dense_adam_(
         weights, exp_avg, exp_avg_sq: the table and its moments, float [V, D].
         grad: gradient of the mean loss over the global batch, without L2, float [V, D]; zero in absent rows.
         counts: occurrences of each row in the global batch, int [V]; 1 for absent rows.
-        limit: limit of the clip rule.
         clip_columns: leading columns that are measured and clipped; the others are only regularised, or under FTRL.
-        config: Adam's settings.
-        scalars: scalars of this step.
         alpha: FTRL's, of this table.
-        norms: norms of gradients and weights that the limit applies to, float32 [2, V]; None to measure each row's
-            clipped columns. Needed where a norm includes other rows or columns; see :func:`row_squares`.
+        norms: norms of gradients and weights for the limit, float32 [2, V]; None to measure each row's clipped columns.
     """
     constants, values, own_grad = adam_constants(config), _at_least_float32(weights), grad
     grad = grad + constants.twice_l2 * values
@@ -152,7 +142,7 @@ def dense_adam_(
         torch.div,
     )
     if config.wide:
-        weight, squares, own_grad = (each[:, clip_columns:] for each in (values, exp_avg_sq, own_grad))
+        weight, squares, own_grad = (values_[:, clip_columns:] for values_ in (values, exp_avg_sq, own_grad))
         numbers = (alpha, ftrl_constants(config.wide))
         weight, squares = ftrl_element(weight, squares, own_grad, *numbers, exact_root, torch.div)
         for whole, part in zip(stepped, (weight, torch.zeros_like(weight), squares), strict=True):
@@ -162,10 +152,7 @@ def dense_adam_(
 
 
 def row_squares(weights: Tensor, grad: Tensor, *, clip_columns: int, l2: float) -> Tensor:
-    """Computes squared norms of the gradients, L2 included, and of the weights of a table's rows; float64 [2, V].
-
-    Args as in :func:`dense_adam_`; ``l2`` is the coefficient of the squared weights in the loss.
-    """
+    """Computes squared norms of the gradients, L2 included, and of the weights of a table's rows; float64 [2, V]."""
     values = _at_least_float32(weights)
     with_l2 = grad + 2 * l2 * values
     return torch.stack([part[:, :clip_columns].double().square().sum(1) for part in (with_l2, values)])

@@ -56,16 +56,7 @@ class UpdatedInBackward(FusedOptimizer):
 class CollectionAdam:
     """The lookups of one sharded collection under Adam. A rank may hold none of them.
 
-    Args:
-        collection: the collection.
-        tables: its tables.
-        lookups: its lookups on this rank.
-        config: settings.
-        lr_factors: factors of the tables' learning rates, by name.
-
     Attributes:
-        lookups: Adam on each lookup.
-        history: the collection's steps.
         params: weights by path, sharded as in the model's ``state_dict()``; made by :meth:`make_state`.
         groups: param_groups; the first one has all weights. :meth:`replace_fused` makes them.
         of_param: entries ``exp_avg`` and ``exp_avg_sq`` of each weight, sharded like it, and ``step``. Where rows are
@@ -87,7 +78,7 @@ class CollectionAdam:
         self.history = StepHistory(
             config, lookups[0].lookup.flat_weights().device if lookups else device_of(collection)
         )
-        self.lookups = [LookupAdam(each, config, self.history, lr_factors, lambda: self.lr) for each in lookups]
+        self.lookups = [LookupAdam(wrapped, config, self.history, lr_factors, lambda: self.lr) for wrapped in lookups]
         self.params: dict[str, Tensor] = {}
         self.of_param: dict[Tensor, dict[str, Entry]] = {}
         self.groups: list[dict[str, Any]] = []
@@ -95,7 +86,6 @@ class CollectionAdam:
 
     @property
     def step(self) -> int:
-        """Steps taken."""
         return max((adam.step for adam in self.lookups), default=0)
 
     @step.setter
@@ -142,12 +132,10 @@ class CollectionAdam:
         self.history.record(self.step, self.lr)
 
     def complete_step(self) -> None:
-        """Brings lookups that an interrupted backward pass left behind to the step that others have taken.
+        """Brings lookups that an interrupted backward pass left behind to the step of the others, without the batch's
+        gradients.
 
-        They take it without the batch's gradients, with a warning.
-
-        Raises:
-            RuntimeError: other ranks take part in the step of such a lookup.
+        It warns, or raises RuntimeError if other ranks take part in that step.
         """
         step = self.step
         behind = [adam for adam in self.lookups if adam.step < step]
@@ -193,7 +181,7 @@ class CollectionAdam:
         def before_loading(called: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
             if called is not self.collection:
                 refuse_copy(called)
-            given = {each.data_ptr() for value in state.values() for each in parts_here(value)}
+            given = {part.data_ptr() for value in state.values() for part in parts_here(value)}
             for adam in self.lookups:
                 adam.flush_before_loading(given)
 
@@ -204,10 +192,9 @@ class CollectionAdam:
         ]
 
     def unhook(self) -> None:
-        """Removes the hooks."""
-        for each in (self._step_hook, *self._state_hooks):
-            if each:
-                each.remove()
+        for hook in (self._step_hook, *self._state_hooks):
+            if hook:
+                hook.remove()
         self._step_hook, self._state_hooks = None, []
 
     def _accept_writes(self) -> None:
@@ -217,10 +204,7 @@ class CollectionAdam:
     # The optimizer's state.
 
     def make_state(self, path: str) -> None:
-        """Makes ``params`` and ``of_param``; ``path`` is the collection's in the model, without names of wrappers.
-
-        All ranks must call together.
-        """
+        """Makes ``params`` and ``of_param``; ``path`` is the collection's. All ranks must call together."""
         flats = {name: [getattr(adam, name) for adam in self.lookups] for name in _MOMENTS}
         self._moments = {name: self._sharded(of_name) for name, of_name in flats.items()}
         last_steps = [adam.last_step for adam in self.lookups]
@@ -233,7 +217,7 @@ class CollectionAdam:
         self._set_entries(stored=False)
 
     def _sharded(self, flats: list[Tensor], *, per_row: bool = False) -> dict[str, Any]:
-        lookups = [each.lookup for each in self.lookups]
+        lookups = [adam.lookup for adam in self.lookups]
         dtype = torch.int32 if per_row else torch.float32
         return sharded_like_weights(self.collection, lookups, flats, dtype, per_row=per_row)
 
@@ -308,9 +292,8 @@ class CollectionAdam:
 
     @contextmanager
     def as_stored(self) -> Iterator[None]:
-        """Makes the states, the collection's too, hold the rows as they are in memory, some of them behind.
-
-        Rows whose shards or copies on other ranks may be at other steps are brought up to date.
+        """Makes the states hold the rows as they are in memory, some of them behind, unless other ranks have shards of
+        them.
         """
         self.complete_step()
         for adam in self.lookups:
@@ -349,8 +332,8 @@ class CollectionAdam:
             for adam in self.lookups
             for number, shard in enumerate(adam.lookup.shards)
         ]
-        columns = {name: list(each.column_ranks.values()) for name, each in self._tables.items() if each.column_ranks}
-        copy_from_first_shards(columns, last_steps)
+        split = {name: list(table.column_ranks.values()) for name, table in self._tables.items() if table.column_ranks}
+        copy_from_first_shards(split, last_steps)
 
     def _agreed_steps(self) -> int:
         """Steps taken, also on ranks that hold no table and took none."""
@@ -364,8 +347,8 @@ class CollectionAdam:
 
     def require_undriven(self) -> None:
         """Raises ValueError if a scheduler or a warm-up sets the rates of the fused optimizers already."""
-        sharded_with = [each.lookup.initial_rate for each in self.lookups]
-        for group in (group for _, each in fused_optimizers(self.collection) for group in each.param_groups):
+        sharded_with = [adam.lookup.initial_rate for adam in self.lookups]
+        for group in (group for _, optimizer in fused_optimizers(self.collection) for group in optimizer.param_groups):
             if "initial_lr" in group or not any(isclose(group["lr"], rate, rel_tol=1e-6) for rate in sharded_with):
                 raise UserError(
                     f"a scheduler or a warm-up of model.fused_optimizer has set the learning rate {group['lr']:g}, not"
@@ -373,16 +356,13 @@ class CollectionAdam:
                 )
 
     def replace_fused(self, lr: float) -> Callable[[], None]:
-        """Makes the model's ``fused_optimizer`` drive these tables, also within wrappers that hold it already.
+        """Makes ``fused_optimizer`` drive these tables at the rate ``lr``; returns a function that undoes it.
 
-        These may hold its param_groups, which therefore stay, with the rate ``lr``.
-
-        Returns:
-            A function that undoes it.
+        Wrappers that hold it already drive them too: they hold its param_groups, which stay.
         """
         fused = fused_optimizers(self.collection)
         replaced = fused[:]
-        self.groups = [group for _, each in replaced for group in each.param_groups] or [{}]
+        self.groups = [group for _, optimizer in replaced for group in optimizer.param_groups] or [{}]
         earlier = [dict(group) for group in self.groups]
         weights = dict(zip(self._keys, self.params.values(), strict=True))
         for number, group in enumerate(self.groups):

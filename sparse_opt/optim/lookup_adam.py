@@ -1,6 +1,6 @@
 """Adam on the rows of one lookup: the step that its backward takes, and the steps that absent rows catch up with."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import RLock
@@ -11,15 +11,7 @@ from torch import Tensor
 from cowrec.errors import UserError
 
 from ..algorithm.adam import AdamConfig, AdamScalars, adam_constants, ftrl_constants
-from ..kernels.layout import (
-    AdamRows,
-    AdamState,
-    DeviceSteps,
-    LookupBackward,
-    LookupBags,
-    LookupIds,
-    RowResults,
-)
+from ..kernels.layout import AdamRows, AdamState, DeviceSteps, LookupBackward, LookupBags, LookupIds, RowResults
 from ..kernels.profiling import EMBEDDING_UPDATE, profiled
 from ..kernels.torch_rows import is_behind, missed_decay
 from ..lookups.backward import Forward, LossScale, ReplacedUpdate, look_up_replaced
@@ -33,17 +25,6 @@ _ROWS_AT_ONCE = 1 << 22
 _NO_SCALARS = AdamScalars(0.0, 0.0, 0.0)
 
 
-def require_replaceable(lookups: Sequence[TbeLookup]) -> None:
-    """Raises ValueError if the fused update of a lookup cannot be replaced."""
-    for lookup in lookups:
-        name = lookup.shards[0].name
-        if not lookup.is_plain_sgd:
-            raise UserError(
-                f"table {name!r} is under fused {lookup.module.optimizer.name}, whose update EmbeddingAdam would"
-                " bypass; shard it under EmbOptimType.EXACT_SGD"
-            )
-
-
 class LookupAdam:
     """Moments and step count of one lookup, and its Adam step.
 
@@ -52,19 +33,8 @@ class LookupAdam:
     the row's id occurs again, when the row is evaluated, or when the table is read.
 
     Args:
-        wrapped: the lookup.
-        config: settings.
-        history: steps of the lookup's collection.
         lr_factors: factors of the tables' learning rates, by name; 1 for those that are not named.
         lr: called in a backward pass, for the learning rate of its step.
-
-    Attributes:
-        exp_avg, exp_avg_sq: moments, flat, float32, laid out like the weights.
-        replays: whether absent rows are replayed.
-        last_step: as in :class:`DeviceSteps`.
-
-    Raises:
-        ValueError: rows are replayed and the tables are not float32.
     """
 
     def __init__(
@@ -106,7 +76,6 @@ class LookupAdam:
         self._lock = RLock()  # another thread may evaluate meanwhile, which catches rows up too
 
     def set_ftrl_samples(self, samples: int) -> None:
-        """See :meth:`EmbeddingAdam.set_ftrl_samples`."""
         if self._config.wide and self._config.wide.batch_size != samples:
             self._config = replace(self._config, wide=replace(self._config.wide, batch_size=samples))
             self._ftrl = ftrl_constants(self._config.wide)
@@ -117,12 +86,10 @@ class LookupAdam:
 
     @property
     def state(self) -> AdamState:
-        """Weights and moments, which share the lookup's and this object's memory."""
         return AdamState(self.lookup.flat_weights(), self.exp_avg, self.exp_avg_sq)
 
     @property
     def step(self) -> int:
-        """Steps taken."""
         return self._step
 
     @step.setter
@@ -141,13 +108,7 @@ class LookupAdam:
         return AdamRows(self.state, self._constants, self._thresholds, self._device_steps, *numbers)
 
     def look_up(self, loss_scale: LossScale, forward: Forward, inputs: Inputs) -> Tensor:
-        """Forward of the lookup: its rows catch up and are looked up; the backward then updates them.
-
-        Args:
-            loss_scale: scale of the loss.
-            forward: FBGEMM's.
-            inputs: its keyword arguments.
-        """
+        """Forward of the lookup: its rows catch up and are looked up; the backward then updates them."""
         bags = self.wrapped.bags.of(inputs)
         with torch.no_grad():
             caught_up = self.catch_up(bags)
@@ -179,7 +140,6 @@ class LookupAdam:
             self._history.record(self._step, lr)
 
     def take_without_ids(self, lr: float) -> None:
-        """Takes a step in which no id occurs."""
         self.update(self.wrapped.without_ids(), lr, self._step)
 
     def compile(self) -> None:
@@ -201,11 +161,7 @@ class LookupAdam:
             self.wrapped.rows.update(backward, self._rows(scalars))
 
     def catch_up(self, bags: LookupBags) -> LookupIds | None:
-        """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them.
-
-        Raises:
-            RuntimeError: rows were written by others while steps were owed; here and where other rows catch up.
-        """
+        """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them."""
         with self.writing():
             return self.wrapped.rows.catch_up(bags, self._rows()) if self.replays else None
 
@@ -221,7 +177,6 @@ class LookupAdam:
 
     @property
     def is_written(self) -> bool:
-        """Whether others have written rows since the optimizer last did."""
         return self._seen not in (None, self.lookup.parameter._version)
 
     def accept_writes(self) -> None:
@@ -242,9 +197,8 @@ class LookupAdam:
         self.flush()  # what was written may have been at rest
 
     def catch_up_rows(self, rows: Tensor) -> None:
-        """Takes the missed steps of distinct rows, by their indices among the rows of all tables, int64 [n].
-
-        All but the second moments of decayed rows then are those after the latest step.
+        """Takes the missed steps of distinct rows, int64 [n] among all tables' rows, but for decayed rows' second
+        moments.
         """
         with self.writing():
             behind = rows[is_behind(self.last_step[rows], self._step)]
@@ -273,7 +227,6 @@ class LookupAdam:
         self._current_at = self._step
 
     def flush_table(self, table: int) -> None:
-        """Does :meth:`flush` for the rows of one table."""
         if not (self.replays and self._step):
             return
         self._catch_up_table(table)
@@ -290,15 +243,11 @@ class LookupAdam:
         """
         if self.is_written:
             self.accept_writes()
-            for table, view in enumerate(self.views()):
-                if view.data_ptr() in loaded:
+            weights = self.lookup.flat_weights()
+            for table in range(len(self.lookup.shards)):
+                if self.lookup.view_of(weights, table).data_ptr() in loaded:
                     self.last_step_of(table).fill_(self._step)
         self.flush()
-
-    def views(self) -> list[Tensor]:
-        """Weights of each shard, [rows, D], in the lookup's memory."""
-        weights = self.lookup.flat_weights()
-        return [self.lookup.view_of(weights, table) for table in range(len(self.lookup.shards))]
 
     def last_step_of(self, table: int) -> Tensor:
         """:attr:`last_step` of one table's rows, in the same memory."""
@@ -316,12 +265,8 @@ class LookupAdam:
         self._current_at = -1
 
     def forget(self, elements: Tensor, shard: Tensor, row: Tensor) -> None:
-        """Resets the state of rows that were given to new ids to that of rows that have taken no step.
-
-        Args:
-            elements: indices of their weights in the flat tensors, int64 [n, D].
-            shard: indices of their shards in the lookup, int64 [n].
-            row: their indices in those shards, int64 [n].
+        """Resets the state of new ids' rows, given as elements of the flat tensors, [n, D], shards and rows in these,
+        [n], int64.
         """
         self.exp_avg[elements] = 0
         self.exp_avg_sq[elements] = 0

@@ -30,16 +30,13 @@ _NOTHING = 2.0**-54
 
 
 def require_replayable(rules: TableRules, config: AdamConfig, column_wise: Iterable[str]) -> None:
-    """Raises ValueError, on all ranks alike, for a rule or tables that cannot be replayed.
-
-    ``column_wise`` are the tables that are sharded column-wise.
-    """
+    """Raises ValueError, on all ranks alike, for a rule or ``column_wise`` tables that cannot be replayed."""
     if rules.scope != "row":
         raise UserError(
             f"clip.rule = {rules.name!r} needs the norm of every row in every step, which absent_rows ="
             ' "replay" does not compute; set it to "lazy" (the rows of the batch alone) or "dense" (all rows)'
         )
-    for table in sorted(each for each in column_wise if absent_clip_binds(rules.of(each).limit(1), config)):
+    for table in sorted(table for table in column_wise if absent_clip_binds(rules.of(table).limit(1), config)):
         raise UserError(
             f"table {table!r} is sharded column-wise, and an absent row's L2 may exceed its limit alone"
             f" (2 * l2 = {2 * config.l2:g} is not below clip.r), which needs the norm of all its columns in every"
@@ -70,12 +67,11 @@ def largest_rate(config: AdamConfig, lr_factors: Iterable[float]) -> float:
     """Largest learning rate of a schedule whose rows are at rest by the thresholds of ``config.lr``.
 
     A row at rest moves by less than :data:`DECAYED` at ``config.lr``, and by less than float32 shows at this rate.
-    ``lr_factors`` are those of tables, where they are not 1.
     """
     converging = _converging_rate(config)
     # Elsewhere only zero itself is at rest.
-    factors = [each for each in (1.0, *lr_factors) if each > 0 and config.lr * each <= converging]
-    return min(config.lr * _RISE or inf, *(converging / each for each in factors), inf)
+    factors = [factor for factor in (1.0, *lr_factors) if factor > 0 and config.lr * factor <= converging]
+    return min(config.lr * _RISE or inf, *(converging / factor for factor in factors), inf)
 
 
 def _converging_rate(config: AdamConfig) -> float:
@@ -103,11 +99,7 @@ def _decayed_weight(config: AdamConfig, lr: float, floors: Sequence[float]) -> f
 
 
 class StepHistory:
-    """Learning rates of the steps so far, and Adam's scalars of these and the coming steps on the device.
-
-    Attributes:
-        schedule: scalars of the steps. Grows by new tensors.
-    """
+    """Learning rates of the steps so far, and Adam's scalars of these and the coming steps on the device."""
 
     def __init__(self, config: AdamConfig, device: torch.device):
         self._config = config
@@ -118,7 +110,6 @@ class StepHistory:
 
     @property
     def is_replayed(self) -> bool:
-        """True if rows replay these steps."""
         return self._config.absent_rows == "replay"
 
     def scalars(self, step: int, lr: Any) -> AdamScalars:
@@ -131,10 +122,7 @@ class StepHistory:
         return torch.from_numpy(self._lrs[: self._steps])
 
     def prepare(self, step: int, lr: float) -> None:
-        """Writes the scalars of step ``step``, from 1, and of steps after it, unless that is done.
-
-        Does not wait for the device.
-        """
+        """Writes the scalars of step ``step``, from 1, and of steps after it without waiting for the device."""
         if lr == self._scheduled_lr and step <= self._scheduled:
             return
         # A rate that has changed may change in every step.
@@ -157,7 +145,6 @@ class StepHistory:
         self._lrs[step - 1], self._steps = lr, step
 
     def forget_after(self, step: int) -> None:
-        """Takes back the record of steps after ``step``."""
         self._steps = min(self._steps, step)
 
     def return_to(self, step: int) -> None:

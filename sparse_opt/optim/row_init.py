@@ -40,13 +40,11 @@ class RowInitializer:
     forward. Earlier, a batch that still waits may train a row as that of another id.
 
     Args:
-        model: holds the sharded tables.
         optimizer: :class:`EmbeddingAdam` if it trains the tables, else None; states of FBGEMM's fused optimizers are
             found in the model.
         tables: names of the model's tables, in the order of :attr:`NewRows.table`; one that several collections have
             stands for the tables of all of them.
         columns: D, leading columns that get random values, of all tables or of each.
-        std: standard deviation.
         seed: at least 0.
 
     Raises:
@@ -81,8 +79,8 @@ class RowInitializer:
             )
         self._std = std
         hashes = [hashlib.sha256(f"{seed}/{table}".encode()).digest() for table in tables]
-        self._keys = np.array([int.from_bytes(each[:8], "little") for each in hashes], np.uint64)
-        rows = {name: [inventory.tables[each].rows for each in named if named[each] == name] for name in tables}
+        self._keys = np.array([int.from_bytes(digest[:8], "little") for digest in hashes], np.uint64)
+        rows = {name: [inventory.tables[table].rows for table in named if named[table] == name] for name in tables}
         self._tables = [(name, min(rows[name])) for name in tables]
         self._has_collections = bool(inventory.collections)
         self._made_with = {
@@ -134,21 +132,14 @@ class RowInitializer:
         self._batch_waits, self._running = self._has_collections, 0  # also after a forward that was interrupted
         widest = int(self._columns.max())
         for first in range(0, len(new_rows.row), _CHUNK):
-            table, row, ids, feature = (
-                each[first : first + _CHUNK] for each in (new_rows.table, new_rows.row, new_rows.id, new_rows.feature)
-            )
+            columns = (new_rows.table, new_rows.row, new_rows.id, new_rows.feature)
+            table, row, ids, feature = (column[first : first + _CHUNK] for column in columns)
             values = initial_rows(self._keys[table], feature, ids, widest, self._std)
             values[np.arange(widest) >= self._columns[table][:, None]] = 0
             for group in self._groups:
                 group.reset(torch.from_numpy(table), torch.from_numpy(row), torch.from_numpy(values))
 
     def _require_rows(self, new_rows: NewRows) -> None:
-        """Raises ValueError for rows that no table has."""
-        if len(new_rows.table) and (last := int(new_rows.table.max())) >= len(self._tables):
-            raise UserError(
-                f"new_rows are of {last + 1} tables or more, but RowInitializer was given {len(self._tables)}: give it"
-                " the names of all tables of IdTables, in their order"
-            )
         beyond = np.flatnonzero(new_rows.row >= np.array([rows for _, rows in self._tables])[new_rows.table])
         if len(beyond):
             table, rows = self._tables[new_rows.table[beyond[0]]]
@@ -172,7 +163,8 @@ class RowInitializer:
                 " embedding_lookup_stream of StagedTrainPipeline do: its new ids got the rows of earlier ones, which"
                 " are reset too late; use TrainPipelineSparseDist"
             )
-        waiting = max((handle.waiting for each in self._made_with if (handle := attached_to(each))), default=0)
+        handles = map(attached_to, self._made_with)
+        waiting = max((handle.waiting for handle in handles if handle), default=0)
         if waiting >= COOLDOWN:
             raise UserError(
                 f"{waiting} backward passes wait for their step, and rows that were freed {COOLDOWN} batches ago may"
@@ -211,13 +203,7 @@ class RowInitializer:
 
 
 def initial_rows(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, columns: int, std: float) -> np.ndarray:
-    """Initial embeddings of ids: float32 [n, D], N(0, std), from a hash of (key, feature, id, column).
-
-    Args:
-        keys: keys of the ids' tables, uint64 [n].
-        features, ids: int64 [n].
-        columns: D.
-        std: standard deviation.
+    """Initial embeddings of ids, float32 [n, D], N(0, std), from a hash of (key of the table, feature, id, column).
 
     Source: splitmix64 for the bits, Box and Muller (1958) for the normal numbers; none exceeds 5.8 deviations.
     """
@@ -242,25 +228,16 @@ def _draw(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, std: float, o
 
 @dataclass(frozen=True)
 class _ShardGroup:
-    """Shards of one lookup, each of a different table, that begin at the same column and are equally wide.
+    """Shards of one lookup, each of a different table, that begin at the same column and are equally wide."""
 
-    Attributes:
-        lookup: the lookup that contains them.
-        adam: its part of EmbeddingAdam, if it has one.
-        shards: their numbers in the lookup.
-        index_of_table: index in ``shards`` of each id table's shard, int64 [T], -1 for none.
-        first_row, rows, start: first row in the table, rows, and first element in the flat weights, int64 [shards].
-        columns: columns of the table's row that the shards store.
-    """
-
-    lookup: TbeLookup
-    adam: LookupAdam | None
-    shards: list[int]
-    index_of_table: Tensor
-    first_row: Tensor
-    rows: Tensor
-    start: Tensor
-    columns: slice
+    lookup: TbeLookup  # the lookup that contains them
+    adam: LookupAdam | None  # its part of EmbeddingAdam, if it has one
+    shards: list[int]  # their numbers in the lookup
+    index_of_table: Tensor  # index in ``shards`` of each id table's shard, int64 [T], -1 for none
+    first_row: Tensor  # first row in the table, rows, and first element in the flat weights, int64 [shards]
+    rows: Tensor  # first row in the table, rows, and first element in the flat weights, int64 [shards]
+    start: Tensor  # first row in the table, rows, and first element in the flat weights, int64 [shards]
+    columns: slice  # columns of the table's row that the shards store
 
     @staticmethod
     def of(

@@ -6,7 +6,7 @@ from ..versions import require_matched_set
 def _load() -> None:
     from torch import ops
 
-    from . import inventory, one_process, state  # noqa: F401
+    from . import collection, inventory, state  # noqa: F401
 
     for name in ("bounds_check_indices", "permute_1D_sparse_data", "split_embedding_codegen_forward_cpu"):
         getattr(ops.fbgemm, name)

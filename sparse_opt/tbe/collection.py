@@ -1,4 +1,4 @@
-"""What is changed of a sharded collection: the DDP of its lookups, its fused optimizer, and the rates of that."""
+"""What is changed of a sharded collection: the DDP of its lookups, its optimizer and rates, and the exchange of ids."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingBag
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from ..kernels.profiling import profiled
+from .inventory import ModelInventory
 from .plan import ShardedCollection
 
 _DDP_ARGUMENTS = ("device_ids", "process_group", "gradient_as_bucket_view", "static_graph")
@@ -56,25 +62,21 @@ def fused_optimizers(collection: ShardedCollection) -> list[tuple[str, KeyedOpti
 
 
 def mark_updated_in_backward(collection: ShardedCollection, optimizer: KeyedOptimizer) -> Callable[[], None]:
-    """Marks dense tables as tables whose update is fused, so that TorchRec's recipe leaves them to ``optimizer``.
-
-    Returns a function to undo it.
-    """
-    dense = [each for each in collection.parameters() if not hasattr(each, _UPDATED_IN_BACKWARD)]
-    for each in dense:
-        setattr(each, _UPDATED_IN_BACKWARD, [optimizer])
+    """Marks dense tables as fused, which TorchRec's recipe leaves to ``optimizer``; returns a function to undo it."""
+    dense = [weight for weight in collection.parameters() if not hasattr(weight, _UPDATED_IN_BACKWARD)]
+    for weight in dense:
+        setattr(weight, _UPDATED_IN_BACKWARD, [optimizer])
 
     def undo() -> None:
-        for each in dense:
-            delattr(each, _UPDATED_IN_BACKWARD)
+        for weight in dense:
+            delattr(weight, _UPDATED_IN_BACKWARD)
 
     return undo
 
 
 def set_initial_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
-    """Sets the learning rates that tables of an unsharded model begin with, by name; others have the sharder's.
-
-    Tables of different rates are then looked up separately.
+    """Sets the first learning rates of tables of an unsharded model; tables of different rates are looked up
+    separately.
     """
     for collection in model.modules():
         if isinstance(collection, EmbeddingBagCollection):
@@ -83,14 +85,67 @@ def set_initial_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
 
 
 def set_rates(optimizer: Any, lr: float, factors: Mapping[str, float]) -> None:
-    """Sets the rates of the coming steps: ``lr`` times the factor of the table, 1 for those that are not named.
-
-    Args:
-        optimizer: ``fused_optimizer`` of a sharded model.
-        lr: learning rate.
-        factors: by table, as for :func:`set_initial_rates`.
-    """
+    """Sets the rates of a model's ``fused_optimizer``: ``lr`` times the factor of the table, by name, or 1."""
     table_of = {id(weight): key.split(".")[-2] for key, weight in optimizer.params.items()}
     for group in optimizer.param_groups:
         group["lr"] = lr * factors.get(table_of[id(group["params"][0])], 1.0)
     optimizer.step()  # updates nothing: hands the rates to the tables
+
+
+def look_up_directly(model: nn.Module) -> None:
+    """Replaces the forward of each sharded collection by calls of its lookups; outputs and gradients are bit-equal.
+
+    TorchRec exchanges ids and rows with one rank too, which costs host time and waits for the device in every step. The
+    first forward of a collection remains TorchRec's, which checks the features and finds their order. TorchRec's
+    forward also remains where it does more than the exchange: with several ranks, where it joins column shards, and
+    where it divides row-wise sums by the lengths of the bags (mean pooling).
+    """
+    for collection in ModelInventory(model).collections.values():
+        if isinstance(collection, ShardedEmbeddingBagCollection) and only_exchanges(collection):
+            collection.forward = partial(_look_up, collection, collection.forward)
+
+
+def only_exchanges(collection: ShardedEmbeddingBagCollection) -> bool:
+    """True if TorchRec's forward returns what the lookups return."""
+    return (
+        collection._env.world_size == 1
+        and not collection._has_mean_pooling_callback
+        and not set(collection._sharding_types) & {ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value}
+    )
+
+
+def _look_up(
+    collection: ShardedEmbeddingBagCollection,
+    forward: Callable[..., KeyedTensor],
+    features: KeyedJaggedTensor,
+) -> KeyedTensor:
+    needs_torchrec = collection._has_uninitialized_input_dist or not isinstance(features, KeyedJaggedTensor)
+    if needs_torchrec or features.variable_stride_per_key() or collection.post_lookup_tracker_fn is not None:
+        return forward(features)
+    if collection._has_features_permute:
+        features = features.permute(collection._features_order, collection._features_order_tensor)
+    with profiled("[lookup]"):  # as TorchRec's forward names it
+        lookups: Any = collection._lookups
+        parts = [features] if len(lookups) == 1 else features.split(collection._feature_splits)
+        pooled = [_pooled(lookup, part) for lookup, part in zip(lookups, parts, strict=True)]
+    return KeyedTensor(
+        keys=collection._embedding_names,
+        length_per_key=collection._embedding_dims,
+        values=pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1),
+    )
+
+
+def _pooled(lookup: Any, features: KeyedJaggedTensor) -> torch.Tensor:
+    """Pooled rows of a sharding's features, [B, sum D], straight from its module of FBGEMM if it has a single one."""
+    kernels: Any = getattr(lookup, "_emb_modules", ())  # none under DDP
+    plain = len(kernels) == 1 and type(kernels[0]) is BatchedFusedEmbeddingBag
+    if not plain or getattr(kernels[0], "_raw_id_tracker_wrapper", None) is not None:
+        pooled: torch.Tensor = lookup(features)
+        return pooled
+    weights = features.weights_or_none()
+    pooled = kernels[0].emb_module(
+        indices=features.values(),
+        offsets=features.offsets(),
+        per_sample_weights=weights if weights is not None and weights.is_floating_point() else None,
+    )
+    return pooled

@@ -21,14 +21,12 @@ Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 def groups_of_columns(tables: Mapping[str, Sequence[Sequence[int]]]) -> Groups:
-    """Creates the process groups that hold the column shards of some tables' rows. All ranks must call together.
-
-    Args:
-        tables: ranks of each table's column shards, for each part of its rows.
+    """Creates process groups for the ranks of column shards, given for each part of a table's rows. All ranks call
+    together.
     """
     world = tuple(range(dist.get_world_size())) if tables else ()
-    holders = [each for parts in tables.values() for each in parts]
-    several = sorted({ranks for each in holders if len(ranks := tuple(sorted(set(each)))) > 1})
+    holders = [part for parts in tables.values() for part in parts]
+    several = sorted({ranks for part in holders if len(ranks := tuple(sorted(set(part)))) > 1})
     everyone: Any = dist.group.WORLD
     new_group: Any = dist.new_group
     return {ranks: everyone if ranks == world else new_group(list(ranks)) for ranks in several}
@@ -39,12 +37,11 @@ def copy_from_first_shards(
 ) -> None:
     """Copies a value of the shard with a row's first column to all its column shards. All ranks must call together.
 
-    Args:
-        tables: see :func:`groups_of_columns`.
-        parts: this rank's shards, of these and other tables, and a value for each of their rows, int32; updated.
+    ``parts`` are this rank's shards, of the tables of :func:`groups_of_columns` and others, with the values of their
+    rows, int32, which are updated.
     """
     groups = groups_of_columns(tables)
-    for name, ranks in sorted((name, tuple(each)) for name, of_rows in tables.items() for each in of_rows):
+    for name, ranks in sorted((name, tuple(part)) for name, of_rows in tables.items() for part in of_rows):
         held = [
             (shard.first_column == 0, values)
             for shard, values in parts
@@ -72,10 +69,7 @@ def column_partners(lookup: TbeLookup, groups: Groups) -> list[dist.ProcessGroup
 class ColumnShards:
     """Adds up squared norms over the column shards of one lookup's rows.
 
-    Args:
-        groups: see :func:`groups_of_columns`.
-        clipped: names of its tables that are clipped. The norms of others must not be exchanged: a rank that holds
-            only those has no ColumnShards and takes no part.
+    Only the norms of ``clipped`` tables are exchanged: a rank that holds only others takes no part.
     """
 
     def __init__(self, lookup: TbeLookup, layout: LookupLayout, groups: Groups, clipped: Set[str]):
@@ -96,14 +90,11 @@ class ColumnShards:
         device = layout.start.device
         self._first_row = torch.tensor([first[name] for name in self._names], device=device)
         ranks = list(dict.fromkeys(holders[name] for name in tables))
-        self._groups = [groups.get(each) for each in ranks]
+        self._groups = [groups.get(own) for own in ranks]
         self._group_index = torch.tensor([ranks.index(holders[name]) for name in self._names], device=device)
 
     def add_up(self, rows: RowGradients, squares: Tensor) -> Tensor:
-        """Adds up squares over the columns here to those of complete rows, float64 [2, nnz], padded like the rows.
-
-        Waits for the device only where ranks hold shards of different tables or several of one.
-        """
+        """Adds up squares over the columns here to those of complete rows, float64 [2, nnz]."""
         if self._has_equal_partners:
             return _over_ranks(squares.contiguous(), self._first_group)
         layout, table = self._layout, rows.table
@@ -119,7 +110,7 @@ class ColumnShards:
     def add_up_tables(self, squares: Sequence[Tensor]) -> list[Tensor]:
         """Adds up squares as :meth:`add_up`, for all rows of each table, each float64 [2, V]."""
         added: dict[str, Tensor] = {}
-        for name, shard_squares in sorted(zip(self._names, squares, strict=True), key=lambda each: each[0]):
+        for name, shard_squares in sorted(zip(self._names, squares, strict=True), key=lambda pair: pair[0]):
             added[name] = added[name] + shard_squares if name in added else shard_squares
         summed = {name: _over_ranks(table.contiguous(), self._group_of[name]) for name, table in added.items()}
         return [summed[name] for name in self._names]

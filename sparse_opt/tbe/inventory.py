@@ -41,16 +41,12 @@ _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "
 class ModelInventory:
     """What a model holds for the embedding optimizers. Only ``lookups`` and ``unclippable`` differ between ranks.
 
-    Args:
-        model: any module, with collections of TorchRec.
-
     Attributes:
-        model: the model.
         tables: all tables, by their names in the model.
         collections: the sharded collections by their first paths, without the names of wrappers; a collection that
             several modules share is listed once.
-        called: the module whose call runs each of these: the collection itself, or a module that processes its
-            features and calls its parts.
+        called: the module whose call runs each of these: the collection itself, or a module that processes its features
+            and calls its parts.
         lookups: lookups of this rank that can be clipped.
         unclippable: why a table cannot be clipped, by the table's name, as far as this rank knows.
     """
@@ -70,15 +66,15 @@ class ModelInventory:
             }
             self.tables |= {table.name: table for table in own.values()}
             self._find_lookups(module, own)
-        self.collections = {path: each for each, path in found.items() if isinstance(each, ShardedCollection)}
-        inner = {id(_inner(each)): each for each in model.modules()}
+        self.collections = {path: module for module, path in found.items() if isinstance(module, ShardedCollection)}
+        outer = {id(_inner(module)): module for module in model.modules()}
         self.called: dict[ShardedCollection, nn.Module] = {
-            each: inner.get(id(each), each) for each in self.collections.values()
+            collection: outer.get(id(collection), collection) for collection in self.collections.values()
         }
 
     def _find_lookups(self, collection: nn.Module, own: dict[str, Table]) -> None:
         if not isinstance(collection, ShardedCollection):
-            self.unclippable |= dict.fromkeys((each.name for each in own.values()), _why_not(collection))
+            self.unclippable |= dict.fromkeys([table.name for table in own.values()], _why_not(collection))
             return
         modules: list[Any] = lookup_modules(collection)
         for kernel in (kernel for module in modules for kernel in module._emb_modules):
@@ -90,7 +86,7 @@ class ModelInventory:
 
     def tables_of(self, collection: nn.Module) -> dict[str, Table]:
         """Tables of a collection, by their names in the model."""
-        return {name: each for name, each in self.tables.items() if each.collection is collection}
+        return {name: table for name, table in self.tables.items() if table.collection is collection}
 
     def named(self, argument: str, names: Iterable[str]) -> dict[str, str]:
         """Finds the tables that a user's names stand for; returns the user's name of each, by its name in the model.
@@ -121,22 +117,22 @@ class ModelInventory:
         ranks: list[list[list[str]]] = []
         for collection in self.collections.values():
             ranks += [[] for _ in range(process_group_of(collection).size() - len(ranks))]
-            replicated = {each.own_name for each in self.tables_of(collection).values() if each.is_replicated}
-            for each in lookups_of_ranks(collection):
-                if each.tables[0] not in replicated:
-                    ranks[each.rank].append(each.tables)
+            replicated = {table.own_name for table in self.tables_of(collection).values() if table.is_replicated}
+            for lookup in lookups_of_ranks(collection):
+                if lookup.tables[0] not in replicated:
+                    ranks[lookup.rank].append(lookup.tables)
         return ranks
 
     def inconsistent_lookups(self) -> tuple[str, str] | None:
         """Finds two column-wise tables whose lookups do not run in the same order on all ranks."""
         order: dict[tuple[Any, ...], tuple[str, str]] = {}
         for collection in self.collections.values():
-            split = {each.own_name for each in self.tables_of(collection).values() if each.column_ranks}
+            split = {table.own_name for table in self.tables_of(collection).values() if table.column_ranks}
             of_rank: dict[int, list[tuple[RankLookup, str]]] = {}
-            for each in lookups_of_ranks(collection):
-                if tables := [name for name in each.tables if name in split]:
-                    of_rank.setdefault(each.rank, []).append((each, tables[0]))
-            for (one, name), (other, other_name) in chain(*(combinations(each, 2) for each in of_rank.values())):
+            for lookup in lookups_of_ranks(collection):
+                if tables := [name for name in lookup.tables if name in split]:
+                    of_rank.setdefault(lookup.rank, []).append((lookup, tables[0]))
+            for (one, name), (other, other_name) in chain(*(combinations(pairs, 2) for pairs in of_rank.values())):
                 kinds = (collection, one.kind), (collection, other.kind)
                 if one.kind == other.kind or kinds[::-1] in order:
                     return name, other_name
@@ -145,10 +141,7 @@ class ModelInventory:
 
     @contextmanager
     def raised_on_all_ranks(self) -> Iterator[None]:
-        """Raises a ValueError within it on all ranks that hold the model. They must enter it together.
-
-        Nothing within it may wait for other ranks.
-        """
+        """Raises a ValueError within it on all ranks, which enter it together; nothing in it may wait for others."""
         error: ValueError | None = None
         try:
             yield
@@ -195,7 +188,7 @@ def _rows_of_tables(collection: Any) -> dict[str, int]:
     """Rows of each table of a collection; one that tells no tables counts as a table of its type's name."""
     for attribute in ("_embedding_bag_configs", "_embedding_configs"):
         if configs := getattr(collection, attribute, None):
-            return {each.name: each.num_embeddings for each in configs}
+            return {config.name: config.num_embeddings for config in configs}
     return {type(collection).__name__: 0}
 
 

@@ -1,8 +1,7 @@
 """One lookup of a sharded TorchRec model: its FBGEMM module, and the tables, features and weights of that.
 
-Only this folder uses private attributes of TorchRec and FBGEMM; versions.py has the versions they are tested with.
-Terms: a lookup is one table-batched embedding module (TBE) of FBGEMM; it holds shards of several tables and reads T
-features (a table may serve several) for B bags each.
+A lookup is one table-batched embedding module (TBE) of FBGEMM; it holds shards of several tables and reads T features
+(a table may serve several) for B bags each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,27 +30,17 @@ from .plan import ShardedCollection, Table, lookups_of_ranks, process_group_of
 
 @dataclass(frozen=True)
 class TableShard:
-    """Part of a table that a lookup holds; a lookup may hold several shards of a table.
+    """Part of a table that a lookup holds; a lookup may hold several shards of a table."""
 
-    Attributes:
-        table: the table.
-        rows: rows held here.
-        first_row: index of the first of them in the table.
-        embedding_dim: columns of a row held here.
-        first_column: index of the first of them in the table's row.
-        table_dim: columns of the table's row on all ranks.
-    """
-
-    table: Table
-    rows: int
-    first_row: int
-    embedding_dim: int
-    first_column: int
-    table_dim: int
+    table: Table  # the table
+    rows: int  # rows held here
+    first_row: int  # index of the first of them in the table
+    embedding_dim: int  # columns of a row held here
+    first_column: int  # index of the first of them in the table's row
+    table_dim: int  # columns of the table's row on all ranks
 
     @property
     def name(self) -> str:
-        """The table's name in the model."""
         return self.table.name
 
     @property
@@ -62,17 +51,11 @@ class TableShard:
 
 @dataclass(frozen=True)
 class TracedUpdate:
-    """What a fused optimizer keeps of a row's gradient, which shows whichever gradient reached it.
+    """What a fused optimizer keeps of a row's gradient, which shows whichever gradient reached it."""
 
-    Attributes:
-        name: what that is, for messages.
-        kept: it for each table, float [rows, D] or [rows].
-        step: (kept of a row, its gradient) -> kept after the step.
-    """
-
-    name: str
-    kept: Sequence[Tensor]
-    step: Callable[[Tensor, Tensor], Tensor]
+    name: str  # what that is, for messages
+    kept: Sequence[Tensor]  # it for each table, float [rows, D] or [rows]
+    step: Callable[[Tensor, Tensor], Tensor]  # (kept of a row, its gradient) -> kept after the step
 
 
 class TbeLookup:
@@ -80,10 +63,8 @@ class TbeLookup:
 
     Attributes:
         module: the TBE; its forward takes ``indices`` [nnz], ``offsets`` [T * B + 1] and returns float [B, sum D].
-        has_dense_gradient: its weights are a parameter with a gradient, which a dense optimizer applies.
-        is_replicated: every rank holds all of its tables and looks up its own samples in them (data-parallel).
-        collection: the sharded collection that it belongs to.
-        shards: shards that it holds, in the TBE's order.
+        has_dense_gradient: whether its weights are a parameter whose gradient a dense optimizer applies.
+        is_replicated: whether every rank holds all of its tables and looks up its own samples in them (data-parallel).
         feature_table: table number of each feature, [T]; features of one table are neighbours.
     """
 
@@ -106,17 +87,15 @@ class TbeLookup:
 
     @property
     def is_mean_pooled(self) -> bool:
-        """True if it averages the rows of a bag."""
         return bool(self.module.pooling_mode == PoolingMode.MEAN)
 
     def pool_by(self, *, mean: bool) -> None:
-        """Switches the TBE to means, or to sums; for a mean callers then weight ids by 1/length (exact everywhere)."""
+        """Switches the TBE to means, or to sums, for which callers weight ids by 1/length (exact everywhere)."""
         self.module.pooling_mode = PoolingMode.MEAN if mean else PoolingMode.SUM
 
     def follow_evictions(self, evicted: Callable[[int, Tensor], None]) -> Callable[[], None]:
-        """Makes managed collision call ``evicted(table, rows)`` when it gives rows, int64 [n], of a table to new ids.
-
-        Returns a function that ends it.
+        """Calls ``evicted(table, rows)`` when managed collision gives rows, int64 [n], to new ids; returns a function
+        to end it.
         """
         module: Any = self.module
         if self.has_dense_gradient:
@@ -141,9 +120,8 @@ class TbeLookup:
         return not self.has_dense_gradient and bool(self.module.use_cpu) and pools_by_sum
 
     def pool_on_cpu(self, indices: Tensor, offsets: Tensor, id_weights: Tensor | None) -> Tensor:
-        """Pooled rows, float [B, sum D], without a gradient: FBGEMM's check and lookup, without its Python.
-
-        That Python takes ten times as long as the lookup of a small batch. Arguments as the module's forward gets them.
+        """Pooled rows, float [B, sum D], without a gradient, and without FBGEMM's Python, which takes ten times the
+        time.
         """
         tbe, offsets = self.module, offsets.to(indices.dtype)
         id_weights = None if id_weights is None else id_weights.float()
@@ -164,7 +142,6 @@ class TbeLookup:
         return pooled
 
     def empty_output(self, bags: LookupBags, inputs: Mapping[str, Any]) -> Tensor:
-        """Memory for the output of a forward pass; inputs are its keyword arguments."""
         dims = [self.shards[table].embedding_dim for table in self.feature_table]
         width = dims[0] if self.is_sequence else sum(dims)
         flat = inputs.get("batch_size_per_feature_per_rank") is not None
@@ -190,14 +167,11 @@ class TbeLookup:
 
     @property
     def is_plain_sgd(self) -> bool:
-        """True if its fused optimizer is SGD, which has no state; dense tables have no fused optimizer at all."""
+        """True if its fused optimizer is SGD, which has no state, or it has none."""
         return self.has_dense_gradient or self.module.optimizer == EmbOptimType.EXACT_SGD
 
     def traced_update(self) -> TracedUpdate | None:
-        """The update of a fused optimizer, as a forward pass at this time fixes it; None where no rule is known here.
-
-        Adagrad's first step is of one size whatever the gradient is, but the squares that it adds up are not.
-        """
+        """The update of a fused optimizer, as a forward pass now fixes it; None where no rule is known here."""
         tbe, optimizer, args = self.module, self.module.optimizer, self.module.optimizer_args
         lr, beta1 = tbe.get_learning_rate(), args.beta1
         if optimizer == EmbOptimType.EXACT_SGD:
@@ -223,13 +197,11 @@ class TbeLookup:
 
     @property
     def parameter(self) -> Tensor:
-        """Allocation that holds all its tables; inventory.py refuses lookups with several. With a dense gradient it is
-        the parameter that has it.
-        """
+        """Allocation that holds all its tables; with a dense gradient, the parameter that has it."""
         tbe = self.module
         held = [tbe.weights] if self.has_dense_gradient else [tbe.weights_dev, tbe.weights_host, tbe.weights_uvm]
-        weights: Tensor = next(each for each in held if each.numel())
-        return weights
+        parameter: Tensor = next(weights for weights in held if weights.numel())
+        return parameter
 
     @property
     def max_gradient(self) -> float | None:
@@ -245,29 +217,25 @@ class TbeLookup:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """Processes that its collection is sharded over."""
         return process_group_of(self.collection)
 
     @property
     def num_ranks(self) -> int:
-        """Number of these processes."""
         return self.process_group.size()
 
     @property
     def splits_rows(self) -> bool:
-        """True if other ranks hold more rows of its tables."""
         return any(shard.table.splits_rows for shard in self.shards)
 
     @property
     def splits_columns(self) -> bool:
-        """True if it holds column shards."""
         return any(shard.column_ranks for shard in self.shards)
 
     @property
     def has_equal_partners(self) -> bool:
         """True if all ranks with columns of its tables look up the same tables, one column shard of each."""
         names = [shard.table.own_name for shard in self.shards]
-        partners = [each.tables for each in lookups_of_ranks(self.collection) if set(names) & set(each.tables)]
+        partners = [lookup.tables for lookup in lookups_of_ranks(self.collection) if set(names) & set(lookup.tables)]
         return len(set(names)) == len(names) and all(tables == names for tables in partners)
 
     @cached_property
@@ -295,18 +263,17 @@ class TbeLookup:
         return state.zero_()
 
     def view_of(self, flat: Tensor, table: int) -> Tensor:
-        """View of a table in a flat tensor that is laid out like :meth:`flat_weights`, [rows, D], or that has one value
-        for each row of all tables, [rows, 1].
+        """View of a table, [rows, D], in a flat tensor like :meth:`flat_weights`, or [rows, 1] in one with a value for
+        each row.
         """
         shard = self.shards[table]
-        if flat.numel() == sum(each.rows for each in self.shards):
-            first = sum(each.rows for each in self.shards[:table])
+        if flat.numel() == sum(shard.rows for shard in self.shards):
+            first = sum(shard.rows for shard in self.shards[:table])
             return flat[first : first + shard.rows].view(shard.rows, 1)
         start = self.weight_offsets[table]
         return flat[start : start + shard.rows * shard.embedding_dim].view(shard.rows, shard.embedding_dim)
 
     def layout(self) -> LookupLayout:
-        """Computes the geometry of the tables, on their device."""
         weights = self.flat_weights()
         rows = [shard.rows for shard in self.shards]
         dims = [shard.embedding_dim for shard in self.shards]
@@ -337,4 +304,4 @@ def _shard_of(table: Table, config: Any, weights: Tensor) -> TableShard:
 
 def lookup_modules(collection: ShardedCollection) -> list[nn.Module]:
     """A collection's modules of lookups, one for each kind of sharding; TorchRec makes new ones when it reshards."""
-    return [each.module if isinstance(each, DistributedDataParallel) else each for each in collection._lookups]
+    return [lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in collection._lookups]

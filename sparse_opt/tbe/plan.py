@@ -18,36 +18,24 @@ ShardedCollection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingC
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a model.
+    """A table of a model."""
 
-    Attributes:
-        name: the table's name in the model: ``own_name``, or ``<path of the collection>.<own_name>`` if several
-            collections have a table of that name.
-        own_name: the table's name in its collection.
-        collection: the collection, which may be unsharded.
-        rows: rows over all ranks; 0 if the collection does not tell.
-        ranks: ranks that hold shards.
-        splits_rows: whether shards hold different rows.
-        column_ranks: global ranks of the column shards of a row, in ascending order, one for each shard, by the first
-            of the rows that are sharded in this way. Grid sharding has several such parts of the rows; empty where
-            columns are not sharded.
-        is_replicated: whether every rank holds a copy and looks up its own samples in it (data-parallel).
-        is_averaged: whether groups of ranks hold copies whose weights they average (2D parallelism).
-    """
-
+    # the table's name in the model: ``own_name``, or ``<path of the collection>.<own_name>`` if several collections
+    # have a table of that name
     name: str
-    own_name: str
-    collection: nn.Module
-    rows: int
-    ranks: frozenset[int] = frozenset()
-    splits_rows: bool = False
+    own_name: str  # the table's name in its collection
+    collection: nn.Module  # the collection, which may be unsharded
+    rows: int  # rows over all ranks; 0 if the collection does not tell
+    ranks: frozenset[int] = frozenset()  # ranks that hold shards
+    splits_rows: bool = False  # whether shards hold different rows
+    # global ranks of the column shards of a row, in ascending order, one for each shard, by the first of the rows that
+    # are sharded in this way. Grid sharding has several such parts of the rows; empty where columns are not sharded
     column_ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    is_replicated: bool = False
-    is_averaged: bool = False
+    is_replicated: bool = False  # whether every rank holds a copy and looks up its own samples in it (data-parallel)
+    is_averaged: bool = False  # whether groups of ranks hold copies whose weights they average (2D parallelism)
 
     @property
     def is_sharded(self) -> bool:
-        """True if the collection is sharded by TorchRec."""
         return isinstance(self.collection, ShardedCollection)
 
     @property
@@ -58,7 +46,6 @@ class Table:
 
 
 def table_of(collection: Any, own_name: str, name: str, rows: int) -> Table:
-    """Reads the layout of a table from the plan of its collection."""
     if not isinstance(collection, ShardedCollection):
         return Table(name, own_name, collection, rows)
     plan = collection.module_sharding_plan[own_name]
@@ -91,23 +78,16 @@ def ranks_of_columns(collection: Any, table: str) -> dict[int, tuple[int, ...]]:
 
 
 def process_group_of(collection: ShardedCollection) -> ProcessGroup:
-    """Returns the processes that a collection is sharded over."""
     group: ProcessGroup = collection._env.process_group
     return group
 
 
 class RankLookup(NamedTuple):
-    """A lookup of some rank.
+    """A lookup of some rank."""
 
-    Attributes:
-        rank: the rank.
-        tables: names of the lookup's tables in the collection.
-        kind: what tells lookups of one collection apart.
-    """
-
-    rank: int
-    tables: list[str]
-    kind: tuple[Any, ...]
+    rank: int  # the rank
+    tables: list[str]  # names of the lookup's tables in the collection
+    kind: tuple[Any, ...]  # what tells lookups of one collection apart
 
 
 def lookups_of_ranks(collection: Any) -> list[RankLookup]:

@@ -25,18 +25,16 @@ def sharded_like_weights(
     *,
     per_row: bool = False,
 ) -> dict[str, ShardedTensor | Tensor]:
-    """Wraps state of the rows into tensors that are sharded, or replicated, like the weights.
+    """Wraps state of the rows into tensors that are sharded, or replicated, like the weights. All ranks must call
+    together.
 
     Args:
-        collection: a collection, of which a rank may hold no lookup.
-        lookups: all its lookups on this rank.
-        flats: for each lookup a flat tensor as in :meth:`TbeLookup.view_of`; the result shares its memory.
-        dtype: type of the flat tensors.
+        flats: for each of this rank's lookups a flat tensor as in :meth:`TbeLookup.view_of`; the result shares its
+            memory.
         per_row: whether they hold one value for each row; of column shards only the first one's is used.
 
     Returns:
-        One tensor for each table, for ``torch.distributed.checkpoint``, by the key of its weight in the collection's
-        ``state_dict()`` without ``.weight``. All ranks must call together.
+        One tensor for each table, by the key of its weight in the collection's ``state_dict()`` without ``.weight``.
     """
     by_address: dict[int, Tensor] = {}
     for lookup, flat in zip(lookups, flats, strict=True):
@@ -74,14 +72,14 @@ def _sharded_like(weight: ShardedTensor, parts: Sequence[Tensor], dtype: torch.d
 
     complete = weight.metadata()
     metadata = ShardedTensorMetadata(
-        shards_metadata=[narrow(each) for each in complete.shards_metadata if holds_rows(each)],
+        shards_metadata=[narrow(shard) for shard in complete.shards_metadata if holds_rows(shard)],
         size=torch.Size([complete.size[0], 1]) if per_row else complete.size,
         tensor_properties=replace(complete.tensor_properties, dtype=dtype),
     )
     shards = [
-        Shard(part, narrow(each.metadata))
-        for part, each in zip(parts, weight.local_shards(), strict=True)
-        if holds_rows(each.metadata)
+        Shard(part, narrow(shard.metadata))
+        for part, shard in zip(parts, weight.local_shards(), strict=True)
+        if holds_rows(shard.metadata)
     ]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=weight._process_group
@@ -96,11 +94,7 @@ def parts_here(value: Any) -> list[Tensor]:
 
 
 class Entry:
-    """Entry of a table in an optimizer's state, which is computed when the state is taken and acts when it is loaded.
-
-    KeyedOptimizer calls ``state_dict`` and ``load_state_dict``, also where the optimizer is part of another one.
-    ``check`` raises ValueError for a value that does not fit.
-    """
+    """Entry of a table in an optimizer's state: it is computed when the state is taken, and acts when it is loaded."""
 
     def __init__(
         self, take: Callable[[], Any], load: Callable[[Any], None], check: Callable[[Any], None] = lambda _: None
@@ -109,14 +103,11 @@ class Entry:
 
 
 def tensor_entry(key: str, name: str, own: Any, prepare: Callable[[], None] = lambda: None) -> Entry:
-    """Entry of a table's tensor; ``prepare`` is called before another tensor's values are written into it.
-
-    A value that shares its memory has been written before.
-    """
+    """Entry of a table's tensor; ``prepare`` is called before values in other memory are written into it."""
 
     def check(given: Any) -> None:
         # Of the whole, and of the parts here. KeyedOptimizer would resize what is then no longer the table's memory.
-        sizes, wanted = ([list(each.size()) for each in (of, *parts_here(of))] for of in (given, own))
+        sizes, wanted = ([list(part.size()) for part in (of, *parts_here(of))] for of in (given, own))
         if sizes != wanted:
             raise UserError(
                 f"the optimizer's state holds {name!r} of {key!r} in the sizes {sizes}, but the table has {wanted};"

@@ -37,7 +37,7 @@ from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.models import build_model
 from cowrec.sparse_opt.clipping.update_check import UpdateCheck
 from cowrec.sparse_opt.kernels import layout
-from cowrec.sparse_opt.optim.graphed_steps import GraphedSteps
+from cowrec.sparse_opt.optim.embedding_adam import GraphedSteps
 from cowrec.trainer.config.run import config_from, with_defaults
 from cowrec.trainer.runs.checkpoint import _CpuStager
 from cowrec.trainer.runtime.processes import Process

@@ -29,8 +29,7 @@ from cowrec.sparse_opt import (
     LookupsHandle,
     attach_cowclip,
 )
-from cowrec.sparse_opt.tbe.collection import set_initial_rates
-from cowrec.sparse_opt.tbe.one_process import look_up_directly
+from cowrec.sparse_opt.tbe.collection import look_up_directly, set_initial_rates
 
 from ..config.run import RunConfig
 from ..config.sections import OptimizerConfig

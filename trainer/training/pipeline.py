@@ -21,9 +21,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import EmbeddingAdam, LookupsHandle
 from cowrec.sparse_opt.kernels.profiling import profiled
-from cowrec.sparse_opt.optim.graphed_steps import GraphedSteps
+from cowrec.sparse_opt.optim.embedding_adam import GraphedSteps
+from cowrec.sparse_opt.tbe.collection import only_exchanges
 from cowrec.sparse_opt.tbe.inventory import ModelInventory
-from cowrec.sparse_opt.tbe.one_process import only_exchanges
 
 from ..runtime.processes import Process
 from ..sharded_model.dense_adam import DenseAdam

@@ -40,11 +40,7 @@ def segments_of_ids(ids, splits, mapping, first_segment):
 
 @compiled(error_model="numpy")
 def sort_by_segment(splits, mapping, segments, hashes, count):
-    """Sorts the ids by segment, stably.
-
-    Returns where the ids of each of ``count`` segments begin, int64 [count + 1], and the first three arrays of
-    :class:`Occurrences`.
-    """
+    """Begin of each of ``count`` segments' ids, int64 [count + 1], and the first three of :class:`Occurrences`."""
     begins = np.zeros(count + 1, np.int64)
     for i in range(len(segments)):
         if segments[i] >= 0:
@@ -93,10 +89,7 @@ def sweep(segment, clock):
 
 @compiled(error_model="numpy")
 def make_room(segment, wanted, clock):
-    """Evicts the oldest (or least frequent, then oldest) ids where too few rows are free; ties by the lower row.
-
-    Expired ids that no sweep has reached yet are evicted first.
-    """
+    """Evicts ids where too few rows are free: expired, then oldest or least frequent; ties by the lower row."""
     state, capacity = segment.state, segment.table.capacity
     room = capacity - (state.used - state.free)
     required = max(capacity // _ROOM_SHARE, min(_ROOM_BATCHES * wanted, capacity // 4), 1)
@@ -123,10 +116,7 @@ def _eviction_key(record, table, clock):
 
 @compiled(error_model="numpy")
 def _eviction_limit(segment, count, clock):
-    """Key of the ``count``-th resident record in eviction order, and how many records with that key are evicted.
-
-    A radix select: one pass over the records for each digit.
-    """
+    """Key of the ``count``-th resident record in eviction order, and how many records with that key are evicted."""
     prefix, left = np.int64(0), count
     histogram = np.empty(1 << _DIGIT, np.int64)
     records, first = segment.records, segment.location.first_record
@@ -153,12 +143,9 @@ NO_ROW, WANTED = -1, -2
 class NewRowsOfSegments(NamedTuple):
     """Rows that :func:`assign_segments` gave to ids."""
 
-    counts: np.ndarray
-    """Of each segment, int64 [segments]."""
-    rows: np.ndarray
-    """In the table, int64 [n]; a segment's begin where its occurrences do."""
-    first: np.ndarray
-    """First occurrence of each row's id, int64 [n]."""
+    counts: np.ndarray  # of each segment, int64 [segments]
+    rows: np.ndarray  # in the table, int64 [n]; a segment's begin where its occurrences do
+    first: np.ndarray  # first occurrence of each row's id, int64 [n]
 
 
 @compiled(error_model="numpy")
@@ -211,10 +198,9 @@ def assign_segments(low, high, begins, occurrences, rows, new_rows, memory, cloc
 
 @compiled(error_model="numpy")
 def _update_residents(begin, end, occurrences, rows, segment, clock, absent, old_rows):
-    """Writes the rows of resident ids and updates their records.
+    """Writes the rows of resident ids and updates their records; returns the number of the other occurrences.
 
-    The other occurrences are written to ``absent``, and the row that their id has if it is expired, or -1, to
-    ``old_rows``. Returns how many they are.
+    These are written to ``absent``, and the row that their id has if it is expired, or -1, to ``old_rows``.
     """
     positions, times, records = occurrences.position, occurrences.times, segment.records
     first_row, first_record = segment.location.first_row, segment.location.first_record
@@ -279,9 +265,8 @@ def _find_candidates(absent, old_rows, occurrences, segment, clock, candidate_of
 
 @compiled(error_model="numpy")
 def _admit(candidates, occurrences, segment, clock):
-    """Marks the candidates that get a new row as WANTED and frees expired rows of candidates that are not admitted.
-
-    Admitted ids with an expired row keep it. Returns how many rows are wanted.
+    """Marks candidates that get a new row as WANTED, and returns their number; frees the expired rows of the not
+    admitted.
     """
     state, table = segment.state, segment.table
     pane = max(clock.now // table.pane_length, state.pane) if table.pane_length > 0 else np.int64(0)

@@ -58,15 +58,12 @@ def hashed_ids(ids: np.ndarray, feature: int) -> np.ndarray:
 
 
 def id_bucket_rows(ids: np.ndarray, buckets: int, feature: int) -> np.ndarray:
-    """Embedding rows of raw ids; the reserved ids keep their rows.
+    """Embedding rows of raw ids, int64 [n]; the reserved ids keep their rows.
 
     Args:
         ids: int64 [n].
         buckets: rows that the ids are hashed into; the table has two reserved rows more.
         feature: number of the ids' feature in the table; equal ids of two features get different rows.
-
-    Returns:
-        int64 [n].
     """
     rows = RESERVED_ROWS + (hashed_ids(ids, feature) % np.uint64(buckets)).astype(np.int64)
     return np.where((ids >= 0) & (ids < RESERVED_ROWS), ids, rows)

@@ -64,12 +64,9 @@ a row of the sketch) are those of one segment; every ``sweep_interval`` batches 
 class IdMapping(NamedTuple):
     """Mapping of ids to segments."""
 
-    features: np.ndarray
-    """Table of each feature, -1 if none serves it, and the feature's number in it, int64 [F, 2]."""
-    tables: np.ndarray
-    """TABLE_SETTINGS [T]."""
-    segment_numbers: np.ndarray
-    """Number of each table's segments among all, int32; a table's begin at its ``first_segment``."""
+    features: np.ndarray  # table of each feature, -1 if none serves it, and its number in that, int64 [F, 2]
+    tables: np.ndarray  # TABLE_SETTINGS [T]
+    segment_numbers: np.ndarray  # of each table's segments among all, int32; a table's begin at its ``first_segment``
 
 
 class Memory(NamedTuple):
@@ -97,25 +94,17 @@ class Segment(NamedTuple):
 class Occurrences(NamedTuple):
     """Ids of a batch, stably sorted by segment."""
 
-    position: np.ndarray
-    """In the batch, int32 [n]."""
-    hash: np.ndarray
-    """Of the id, uint64 [n]."""
-    feature: np.ndarray
-    """Number of the feature in its table, uint16 [n]."""
-    ids: np.ndarray
-    """Of the batch in its own order, int64 [V]."""
-    times: np.ndarray
-    """Likewise, empty where samples have no time."""
+    position: np.ndarray  # in the batch, int32 [n]
+    hash: np.ndarray  # of the id, uint64 [n]
+    feature: np.ndarray  # number of the feature in its table, uint16 [n]
+    ids: np.ndarray  # of the batch in its own order, int64 [V]
+    times: np.ndarray  # likewise, empty where samples have no time
 
 
 class Clock(NamedTuple):
-    now: int
-    """Newest sample time, or the number of the batch."""
-    batch: int
-    """Number of the batch."""
-    seed: np.uint64
-    """Of probabilistic admission."""
+    now: int  # newest sample time, or the number of the batch
+    batch: int  # number of the batch
+    seed: np.uint64  # of probabilistic admission
 
 
 def lazy_zeros(count: int, dtype: np.dtype) -> np.ndarray:

@@ -31,10 +31,7 @@ def counters_per_line(panes):
 
 @compiled(error_model="numpy")
 def count_id(segment, hashed, count, pane):
-    """Adds ``count`` occurrences of an id to a segment's sketch and returns its new estimate.
-
-    ``pane`` is the number of the current pane, which never decreases.
-    """
+    """Adds ``count`` occurrences of an id to a segment's sketch in the current pane; returns its new estimate."""
     cells, lines, panes = segment.cells, segment.table.lines, segment.table.panes
     per_line = counters_per_line(panes)
     offsets = np.empty(DEPTH, np.int64)

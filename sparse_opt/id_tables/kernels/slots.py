@@ -40,11 +40,7 @@ def _next_with_tag(slot, tag, first, count, row_bits, slots):
 
 @compiled(error_model="numpy")
 def find_block(low, high, occurrences, segment, probes, rows):
-    """Looks up the occurrences low..high-1, at most BLOCK.
-
-    Writes the row in its segment of each into ``rows``, int64 [BLOCK], -1 where the id has none. ``probes``, int64
-    [BLOCK], is working memory.
-    """
+    """Writes the segment's row of the occurrences low..high-1, at most BLOCK, into ``rows``, int64 [BLOCK], or -1."""
     count, row_bits = segment.state.slots, segment.table.row_bits
     if count == 0:
         rows[: high - low] = -1
@@ -90,10 +86,7 @@ def enter_slot(segment, row, hashed):
 
 @compiled(error_model="numpy")
 def remove_slot(segment, row):
-    """Empties the slot of a resident row; later ones of the cluster move back where their home slot allows it.
-
-    Removal thus leaves no tombstones.
-    """
+    """Empties the slot of a resident row; later ones of the cluster move back where their home slot allows it."""
     first, count, first_record = segment.location.first_slot, segment.state.slots, segment.location.first_record
     slots, records = segment.slots, segment.records
     mask = (np.int64(1) << segment.table.row_bits) - 1

@@ -581,19 +581,6 @@ def test_an_interrupted_step_begins_anew(optimizer: str, monkeypatch: pytest.Mon
     backward(model)
 
 
-@pytest.mark.parametrize("case", [TWO_LOOKUPS, small_problem(max_ids=1)])
-def test_accumulating_after_the_forward_is_refused(case: Problem) -> None:
-    """Under EmbeddingAdam it is not too late."""
-    model, handle = attached("sgd", 1, case)
-    loss, before = model(batches_of(case)[0][0])[0], state_of(model)
-    handle.accumulate(2)
-    with pytest.raises(
-        RuntimeError, match=r"between a forward pass and its backward.*before the first forward pass of"
-    ):
-        loss.backward()
-    assert_equal(state_of(model), before)
-
-
 def test_statistics_are_of_one_step_while_another_thread_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     case = small_problem(**ONE_TABLE)
     model = sharded_model(case)
@@ -626,24 +613,6 @@ def test_tables_change_in_the_last_pass_alone(optimizer: str) -> None:
     backward(model)
     assert not np.array_equal(state_of(model)["c0.t0"], before["c0.t0"])
     handle.accumulate(1)  # none waits
-
-
-@by_optimizer
-@pytest.mark.parametrize("weighted_pass", [0, 1])
-def test_passes_with_and_without_weights_of_ids_are_one_step(optimizer: str, weighted_pass: int) -> None:
-    """Ids without weights count once."""
-    problem, trained = small_problem(), []
-    for explicit in (False, True):
-        model, _ = attached(optimizer, 2, problem)
-        for number, (batch,) in enumerate(batches_of(problem)[:2]):
-            (ids,) = batch.ids
-            factor = 0.5 if number == weighted_pass else 1.0
-            if explicit or number == weighted_pass:
-                weights = torch.full_like(ids.values(), factor, dtype=torch.float32)
-                ids = KeyedJaggedTensor(ids.keys(), ids.values(), weights, lengths=ids.lengths())
-            model(type(batch)([ids], batch.targets, batch.divisor))[0].backward()
-        trained.append(state_of(model))
-    assert_equal(*trained)
 
 
 def test_a_wrapper_of_a_lookup_outlives_the_clip() -> None:

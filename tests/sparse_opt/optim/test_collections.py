@@ -2,7 +2,6 @@
 
 import copy
 import io
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -35,30 +34,6 @@ class Towers(nn.Module):
 
     def tables(self) -> dict[str, np.ndarray]:
         return {f"{name}.{key}": own for name, each in self.named_children() for key, own in state_of(each).items()}
-
-
-@pytest.mark.parametrize("attach", [attach_cowclip, lambda model, rule: EmbeddingAdam(model, ADAM, rule)])
-def test_tables_that_a_loss_calls_less_often_are_named(attach: Any) -> None:
-    """As users beside a positive and a negative item; each collection by itself has the right number."""
-
-    def loss(model: Towers) -> torch.Tensor:
-        (user,), (item,) = (batches_of(TOWERS[name])[0] for name in ("user", "item"))
-        return model.user(user)[0] + model.item(item)[0] - model.item(item)[0]
-
-    model = Towers()
-    attach(model, RULE).accumulate(2)
-    loss(model).backward()
-    with pytest.warns(
-        RuntimeWarning, match=r"tables item.c0.t0, .* more often than user.c0.t0, .* by itself, and call"
-    ):
-        loss(model)
-    model = Towers()
-    for name, passes in (("user", 1), ("item", 2)):
-        attach(getattr(model, name), RULE).accumulate(passes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            loss(model).backward()
 
 
 def step_of(model: nn.Module, optimizer: EmbeddingAdam, tower: str, step: int) -> None:

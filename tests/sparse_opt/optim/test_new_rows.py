@@ -294,11 +294,6 @@ def test_new_rows_while_as_many_passes_wait_as_rows_rest_are_refused() -> None:
         training.step(batch)
 
 
-def test_rows_of_tables_that_the_initializer_does_not_know() -> None:
-    training, one = Training(), np.ones(1, np.int64)
-    refused("new_rows are of 2 tables or more, but .* given 1", training.initializer.reset, NewRows(one, one, one, one))
-
-
 def test_tables_start_an_id_unlike() -> None:
     started = []
     for name in ("t", "u"):
@@ -379,34 +374,11 @@ def test_rows_of_managed_collision_are_clipped(bags: bool) -> None:
     assert 0 < handle.stats()["t"].clipped_share < 1
 
 
-@pytest.mark.parametrize("bags", [True, False])
-def test_a_row_of_a_new_id_is_left_out_of_the_passes_that_wait(bags: bool) -> None:
-    """Against autograd on the ids that still have their rows; the others' gradients go with their rows."""
-    torch.manual_seed(0)
-    model, evicted = sharded(bags, LRU_EvictionPolicy, interval=1), list[Tensor]()
-    handle, evict = attach_cowclip(model, CowClip(r=0.37, zeta=1e-3)), model.module.mc._evict
-    handle.accumulate(2)
-    model.module.mc._evict = lambda rows: (
-        evict(rows),
-        evicted.extend(each for each in rows.values() if each is not None),
-    )
-    (weights,) = (each for key, each in model.state_dict().items() if key.endswith("t.weight"))
-    (shard,), lost = weights.local_shards(), 0
-    for step in range(1, 31, 2):
-        first, rows = looked_up(model, step)
-        (first**3).sum().backward()
-        evicted.clear()
-        second, more_rows = looked_up(model, step + 1)
-        kept = rows[~torch.isin(rows, torch.cat([*evicted, torch.arange(0)]))]
-        lost += len(rows) - len(kept)
-        rows, before = torch.cat([kept, more_rows]), shard.tensor.clone().requires_grad_()
-        (before[rows] ** 3).sum().backward()
-        (second**3).sum().backward()
-        assert before.grad is not None
-        limit = rows.bincount(minlength=ROWS) * (0.37 * before.norm(dim=1)).clamp(min=1e-3)
-        factor = (limit / before.grad.norm(dim=1)).clamp(max=1).nan_to_num(0)
-        torch.testing.assert_close(shard.tensor, before - 0.1 * factor[:, None] * before.grad)
-    assert lost > 20
+def test_rows_are_not_evicted_while_passes_wait() -> None:
+    model = sharded(True, LRU_EvictionPolicy, interval=1)
+    attach_cowclip(model, CowClip()).accumulate(2)
+    looked_up(model, 1)[0].sum().backward()
+    refused("rows of table 't' to new ids, .* take a step for each backward pass", looked_up, model, 2)
 
 
 @pytest.mark.parametrize("bags", [True, False])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
-from cowrec.sparse_opt.tbe.one_process import look_up_directly
+from cowrec.sparse_opt.tbe.collection import look_up_directly
 from random_problems.drawing import Problem, small_problem
 from random_problems.training import batches_of, sharded_model, state_of
 

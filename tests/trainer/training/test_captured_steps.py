@@ -22,7 +22,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
-from cowrec.sparse_opt.optim.graphed_steps import GraphedSteps
+from cowrec.sparse_opt.optim.embedding_adam import GraphedSteps
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
