@@ -247,7 +247,7 @@ class _OnlineTrainer:
     def publish(self, due: Due) -> None:
         if self.publication and due:
             self.run.require_finite()
-            self.publication.publish(due, self.run.steps, self.measured.newest_time or None)
+            self.publication.publish(due, self.run.steps, self.measured.quality.newest_time or None)
 
     def open_stream(self, position: Position | None, opened: ExitStack) -> None:
         """Opens the stream at a position, at its beginning if None; on the first process."""
@@ -368,7 +368,11 @@ class Turns:
         if self._stream is not None:
             try:
                 arrived = self._stream.next_batch(timeout)
-                sizes = self._sizes(0 if arrived is None else len(arrived.table))
+                samples, count = 0 if arrived is None else len(arrived.table), self._peers.count
+                # The slices are those of a reader of a data set.
+                sizes = tuple(
+                    end - begin for begin, end in pairwise(rank * samples // count for rank in range(count + 1))
+                )
                 parts = self._parts(Turn(*decide(self._stream.ended), self._stream.ended, sizes), arrived)
             except (ValueError, OSError) as error:
                 parts = [error] * self._peers.count
@@ -401,11 +405,6 @@ class Turns:
             parts.append((turn, sink.getvalue().to_pybytes()))
             begin += size
         return parts
-
-    def _sizes(self, samples: int) -> tuple[int, ...]:
-        """Samples of each process; the slices are those of a reader of a data set."""
-        count = self._peers.count
-        return tuple(end - begin for begin, end in pairwise(rank * samples // count for rank in range(count + 1)))
 
 
 def _write_files(position: Position, window: pa.Table, folder: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,9 +26,6 @@ from ..measures.quality import Samples, measure
 from ..runs.metrics_log import MetricsLog
 from ..training.active_run import ActiveRun
 from .publication import OnlinePublication
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
 
 WINDOW_FILE = "window.arrow"
 COUNTERS = {
@@ -57,7 +54,7 @@ class Measurements:
     """What an online run has measured so far; all but the samples and their speed on the first process.
 
     Attributes:
-        samples: trained on since the start of the run.
+        samples: number of samples trained on since the start of the run.
         trained_seconds: time that the steps took.
         reading_seconds: time that :class:`Turns` has counted since the process started.
         quality, windows: of the open window, and of those that were closed since the process started.
@@ -71,11 +68,6 @@ class Measurements:
         self.quality = ProgressiveQuality(seconds(run.config.online.window, "online.window"))
         self._reported, self._reported_at = dict[str, int](), time.monotonic()
         """What had arrived from the stream at the last report of it."""
-
-    @property
-    def newest_time(self) -> int:
-        """Newest sample time that was trained on, Unix seconds; 0 before the first sample."""
-        return self.quality.newest_time
 
     @property
     def samples_per_second(self) -> float:
@@ -98,7 +90,6 @@ class Measurements:
         self._reported, self._reported_at = stream.counters if stream else {}, time.monotonic()
 
     def has_trained(self, samples: int, seconds: float) -> None:
-        """Counts a step."""
         self.samples += samples
         self.trained_seconds += seconds
 
@@ -110,7 +101,6 @@ class Measurements:
             self._write_window(log, window)
 
     def _write_window(self, log: MetricsLog, window: "WindowQuality") -> None:
-        """Logs and prints the quality of a window that is complete."""
         log.write("window", self._run.steps, **asdict(window))
         self.windows.append(window)
         self._run.say(str(window))
@@ -162,21 +152,20 @@ class Measurements:
             "reading_share": self.reading_share,
             "waiting_samples": len(stream.position.waiting),
         }
-        if self.newest_time:
-            values["lag_seconds"] = time.time() - self.newest_time
+        if self.quality.newest_time:
+            values["lag_seconds"] = time.time() - self.quality.newest_time
         if self.windows:
             last = self.windows[-1]
             values |= {"window_auc": last.auc, "window_logloss": last.logloss, "window_calibration": last.calibration}
         return values | (publication.readings() if publication else {}), stream.counters
 
     def report(self, stream: SampleStream | None) -> dict[str, Any]:
-        """Entries of the run's report; on the first process."""
         assert stream is not None
         return {
             "samples": self.samples,
             "samples_per_second": self.samples_per_second,
             "reading_share": self.reading_share,
-            "windows": [asdict(each) for each in self.windows],
+            "windows": [asdict(window) for window in self.windows],
             "stream": stream.counters,
         }
 
@@ -278,12 +267,7 @@ class ProgressiveQuality:
 
 @contextmanager
 def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
-    """Serves ``GET /metrics`` in a thread; yields the port.
-
-    Args:
-        host: address to listen on.
-        port: to listen on; 0 chooses a free one.
-        read: called for each request, in another thread.
+    """Serves ``GET /metrics`` in a thread; yields the port. ``read`` is called for each request, in that thread.
 
     Raises:
         ValueError: prometheus_client is not installed.
@@ -291,13 +275,22 @@ def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
         from prometheus_client.registry import Collector
     except ImportError as error:
         raise UserError("online.metrics_port needs prometheus_client; pip install 'cowrec[online]'") from error
 
     class Values(Collector):
-        def collect(self) -> Iterator["Metric"]:
-            return _metrics(*read())
+        def collect(self) -> Iterator[Metric]:
+            values, stream = read()
+            for family, described in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+                for name, description in described.items():
+                    if name in values:
+                        yield family(f"cowrec_online_{name}", description, value=values[name])
+            counts = CounterMetricFamily(STREAM, "Samples of the stream, by what happened to them.", labels=["kind"])
+            for name, count in stream.items():
+                counts.add_metric([name], count)
+            yield counts
 
     registry = CollectorRegistry()
     registry.register(Values())
@@ -313,16 +306,3 @@ def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def _metrics(values: Mapping[str, float], stream: Mapping[str, int]) -> Iterator["Metric"]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    for family, described in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
-        for name, description in described.items():
-            if name in values:
-                yield family(f"cowrec_online_{name}", description, value=values[name])
-    counts = CounterMetricFamily(STREAM, "Samples of the stream, by what happened to them.", labels=["kind"])
-    for name, count in stream.items():
-        counts.add_metric([name], count)
-    yield counts

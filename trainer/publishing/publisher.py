@@ -89,10 +89,7 @@ class Publisher:
     def finish(self, seconds: float = DEADLINE) -> bool:
         """Waits until all pending changes are written, at most ``seconds``; returns False if some are left."""
         with self._state:
-            return self._state.wait_for(self._is_idle, seconds)
-
-    def _is_idle(self) -> bool:
-        return self._pending is None and self._everything is None and not self._busy
+            return self._state.wait_for(lambda: not (self._pending or self._everything or self._busy), seconds)
 
     def close(self, seconds: float = DEADLINE) -> None:
         """Waits as :meth:`finish` does and stops the thread; a target that still hangs is abandoned."""
@@ -140,40 +137,31 @@ class Publisher:
                     self._write("full", everything)
                     pending = everything = None
                     self._remove_old(self._keep_full)
-                failure, failed = None, 0
+                self._error, failed = None, 0
             except Exception as error:  # whatever it was, the changes must stay pending
-                failure, failed = error, failed + 1
+                if self._error is None:
+                    remedy = "; make that folder again" if isinstance(error, FileNotFoundError) else ""
+                    logger.warning("publishing fails (%s)%s; changes are kept and published later", error, remedy)
+                self._error, failed = f"{type(error).__name__}: {error}", failed + 1
+                self._failures += 1
             with self._state:
-                self._restore(pending, (taken, everything), since, failure)
-                if failure:
+                self._restore(pending, taken, everything, since)
+                if failed:
                     pause = _PAUSE * min(2 ** (failed - 1), _MOST_PAUSES)
                     self._state.wait_for(lambda: self._closed, pause)
 
     def _can_write(self) -> bool:
         return self._everything is not None or (self._pending is not None and not self._starts_lineage)
 
-    def _restore(
-        self,
-        pending: Change | None,
-        everything: tuple[Change | None, Change | None],
-        since: Change | None,
-        failure: Exception | None,
-    ) -> None:
+    def _restore(self, pending: Change | None, taken: Change | None, left: Change | None, since: Change | None) -> None:
         """Makes changes that were not written pending again, before those that were queued since.
 
-        ``everything`` is the complete model that was taken to be written, and what is left of it.
+        ``taken`` is the complete model that was to be written, and ``left`` what is left of it.
         """
-        taken, left = everything
         if self._everything is taken:  # no other one has come
             self._everything, self._since = left, left and joined(since, self._since)
         self._lacks_delta = pending is not None
         self._pending = joined(pending, self._pending)
-        if failure:
-            self._failures += 1
-            if self._error is None:
-                remedy = "; make that folder again" if isinstance(failure, FileNotFoundError) else ""
-                logger.warning("publishing fails (%s)%s; changes are kept and published later", failure, remedy)
-        self._error = f"{type(failure).__name__}: {failure}" if failure else None
         self._busy = False
         self._state.notify_all()
 
@@ -191,21 +179,17 @@ class Publisher:
         version = self._version + (kind == "delta" or self._starts_lineage)
         blob = encode(Blob(version, version - 1, kind, self._lineage, time.time(), change, self._fingerprint))
         try:
-            self._store(version, kind, blob)
+            self._target.write(version, kind, blob)
         except FileExistsError:
             if not self._is_own(version, kind):
                 self._start_lineage_after(version)
                 raise
-        self._note_written(version, kind, len(blob))
-
-    def _store(self, version: int, kind: Kind, blob: bytes) -> None:
-        """Writes a blob; to a full target after removing all that the last full version has made obsolete."""
-        try:
-            self._target.write(version, kind, blob)
         except OSError as error:
+            # Of a full target, all that the last full version has made obsolete goes.
             if error.errno not in NO_SPACE or not self._remove_old(1):
                 raise
             self._target.write(version, kind, blob)
+        self._note_written(version, kind, len(blob))
 
     def _is_own(self, version: int, kind: Kind) -> bool:
         try:

@@ -87,7 +87,8 @@ class Service:
         if max_age is not None and not (follow and max_age > 0):
             raise UserError(f"--max-age must be above 0 seconds and needs --follow, got {max_age}")
         self.limits, self._max_age = limits or Limits(), max_age
-        self.metrics, self._predicted = ServiceMetrics(self._values, self._unknown_ids), 0
+        self.metrics = ServiceMetrics(self._values, lambda: self._model.unknown_by_field() if self.loaded else {})
+        self._predicted = 0
         self.loaded = False
         self.failure: Exception | None = None
         self._export_dir = export_dir
@@ -201,9 +202,6 @@ class Service:
         with self.metrics.delta_seconds.time():
             self._model.apply(blob)
         self.metrics.deltas_applied.inc()
-
-    def _unknown_ids(self) -> dict[str, int]:
-        return self._model.unknown_by_field() if self.loaded else {}
 
     def _values(self) -> dict[str, float]:
         """Values of metrics.py's GAUGES and COUNTERS."""
