@@ -110,8 +110,6 @@ TIME_LIMIT = 1 << 32
 def id_error(ids: np.ndarray, splits: np.ndarray, features: int) -> str:
     if ids.dtype != np.int64 or ids.ndim != 1 or not ids.flags.c_contiguous:
         return f"ids must be contiguous int64 [V], got {ids.dtype} {list(ids.shape)}"
-    if len(ids) >= 1 << 31:
-        return f"a batch must have fewer than 2^31 ids, got {len(ids)}; split it"
     if splits.dtype != np.int64 or splits.shape != (features + 1,):
         return f"splits must be int64 [{features + 1}], got {splits.dtype} {list(splits.shape)}"
     if splits[0] != 0 or splits[-1] != len(ids) or (np.diff(splits) < 0).any():

@@ -12,6 +12,7 @@ from torch import Tensor, compiler, nn
 
 from cowrec.errors import UserError
 
+from ..algorithm.clip import NoClip
 from ..kernels.torch_rows import parts_of_positions
 from ..tbe.collection import is_pruned, leave_ddp
 from ..tbe.inventory import ModelInventory
@@ -116,8 +117,9 @@ class LookupsHandle:
 
     def __repr__(self) -> str:
         """Each table of this process with its limit, without waiting for the device."""
-        tables = {name: text for wrapped in self._lookups for name, text in wrapped.limits.described().items()}
-        listed = ", ".join(f"{name}: {text}" for name, text in tables.items()) or "no table on this process"
+        rules = {name: rule for wrapped in self._lookups for name, rule in wrapped.limits.rules.items()}
+        limits = (f"{name}: {'unclipped' if isinstance(rule, NoClip) else repr(rule)}" for name, rule in rules.items())
+        listed = ", ".join(limits) or "no table on this process"
         return f"<{type(self).__name__}, {'attached' if self._undo else 'removed'}; {listed}>"
 
     def accumulate(self, passes: int) -> None:

@@ -11,7 +11,7 @@ from cowrec.errors import UserError
 from ..algorithm.clip import ClipRule, NoClip, Scope
 from ..kernels.layout import TableClips
 from ..tbe.inventory import ModelInventory
-from ..tbe.lookup import TableShard, TbeLookup
+from ..tbe.lookup import TbeLookup
 
 OTHERS = "*"
 """Stands in a mapping of rules for the tables that it does not name."""
@@ -112,8 +112,13 @@ class TableLimits:
 
     def __init__(self, lookup: TbeLookup, rules: TableRules, clip_columns: Mapping[str, int]):
         shards, device = lookup.shards, lookup.flat_weights().device
-        self._rules = {shard.name: rules.of(shard.name) for shard in shards}
-        widths = [_checked_columns(shard, clip_columns.get(shard.name, shard.table_dim)) for shard in shards]
+        self.rules = {shard.name: rules.of(shard.name) for shard in shards}
+        widths = [clip_columns.get(shard.name, shard.table_dim) for shard in shards]
+        for shard, width in zip(shards, widths, strict=True):
+            if not 1 <= width <= shard.table_dim:
+                raise UserError(
+                    f"clip_columns of table {shard.name!r} must be in [1, {shard.table_dim}], its width, got {width}"
+                )
         self.scope = rules.scope
         self.per_table = [rules.of(shard.name).limit(width) for shard, width in zip(shards, widths, strict=True)]
         self.columns = [
@@ -127,22 +132,10 @@ class TableLimits:
             torch.tensor(floor, dtype=torch.float32, device=device),
             torch.tensor(per_occurrence, dtype=torch.bool, device=device),
         )
-        unclipped = rules.unclipped(self._rules)
+        unclipped = rules.unclipped(self.rules)
         self.excluded = torch.tensor([shard.name in unclipped for shard in shards], device=device)
         self.clipped_column_shards = {
             shard.name
             for shard, limit in zip(shards, self.per_table, strict=True)
             if shard.column_ranks and limit.floor < inf
         }
-
-    def described(self) -> dict[str, str]:
-        """The rule of each table, for people."""
-        return {name: "unclipped" if isinstance(rule, NoClip) else repr(rule) for name, rule in self._rules.items()}
-
-
-def _checked_columns(shard: TableShard, columns: int) -> int:
-    if not 1 <= columns <= shard.table_dim:
-        raise UserError(
-            f"clip_columns of table {shard.name!r} must be in [1, {shard.table_dim}], its width, got {columns}"
-        )
-    return columns

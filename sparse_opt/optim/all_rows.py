@@ -12,15 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algorithm.adam import (
-    AdamConfig,
-    AdamScalars,
-    adam_constants,
-    adam_element,
-    ftrl_constants,
-    ftrl_element,
-    table_scalars,
-)
+from ..algorithm import adam
+from ..algorithm.adam import AdamConfig, AdamScalars
 from ..algorithm.clip import RowLimit, limits_of_norms, row_norms, scales_of_norms
 from ..kernels.layout import AdamState, LookupBackward, to_float32
 from ..kernels.torch_rows import RowGradients, exact_root
@@ -47,8 +40,8 @@ def update_all_rows(
     else:
         _record_clips(wrapped, replace(batch_rows, grad=batch_rows.grad + 2 * config.l2 * batch_rows.weight), norms)
     for table, (shard, lr_factor) in enumerate(zip(wrapped.lookup.shards, lr_factors.tolist(), strict=True)):
-        own = AdamScalars(*map(float, table_scalars(to_float32(scalars), np.float32(lr_factor))))
-        alpha = float(to_float32(ftrl_constants(config.wide)).alpha * np.float32(lr_factor))
+        own = AdamScalars(*map(float, adam.table_scalars(to_float32(scalars), np.float32(lr_factor))))
+        alpha = float(to_float32(adam.ftrl_constants(config.wide)).alpha * np.float32(lr_factor))
         limit, columns = wrapped.limits.per_table[table], wrapped.limits.columns[table]
         row_norms = norms[table].expand(2, shard.rows).split(_ROWS_AT_ONCE, dim=1) if norms else repeat(None)
         for part, part_norms in zip(_parts(wrapped, state, table, batch_rows), row_norms, strict=False):
@@ -125,13 +118,13 @@ def dense_adam_(
         alpha: FTRL's, of this table.
         norms: norms of gradients and weights for the limit, float32 [2, V]; None to measure each row's clipped columns.
     """
-    constants, values, own_grad = adam_constants(config), _at_least_float32(weights), grad
+    constants, values, own_grad = adam.adam_constants(config), _at_least_float32(weights), grad
     grad = grad + constants.twice_l2 * values
     clipped, unclipped = grad[:, :clip_columns], grad[:, clip_columns:]
     if norms is None:
         norms = torch.stack([row_norms(clipped), row_norms(values[:, :clip_columns])])
     scales = scales_of_norms(norms[0], limits_of_norms(norms[1], counts, *limit))
-    stepped = adam_element(
+    stepped = adam.adam_element(
         values,
         exp_avg,
         exp_avg_sq,
@@ -143,8 +136,8 @@ def dense_adam_(
     )
     if config.wide:
         weight, squares, own_grad = (values_[:, clip_columns:] for values_ in (values, exp_avg_sq, own_grad))
-        numbers = (alpha, ftrl_constants(config.wide))
-        weight, squares = ftrl_element(weight, squares, own_grad, *numbers, exact_root, torch.div)
+        numbers = (alpha, adam.ftrl_constants(config.wide))
+        weight, squares = adam.ftrl_element(weight, squares, own_grad, *numbers, exact_root, torch.div)
         for whole, part in zip(stepped, (weight, torch.zeros_like(weight), squares), strict=True):
             whole[:, clip_columns:] = part
     for state, stepped_value in zip((weights, exp_avg, exp_avg_sq), stepped, strict=True):

@@ -223,11 +223,14 @@ class CollectionAdam:
 
     def _set_entries(self, *, stored: bool) -> None:
         """Sets the entries of the state, within :meth:`as_stored` or outside."""
-        steps = 0
+        steps = 0  # of the collection, which the first table's entry finds out
 
         def settle() -> Tensor:
             nonlocal steps
-            steps = self._settled_steps()
+            self.complete_step()
+            for adam in self.lookups:
+                adam.flush()
+            steps = self._agreed_steps()
             return torch.tensor(steps)
 
         for number, (path, entries) in enumerate(zip(self.params, self.of_param.values(), strict=True)):
@@ -263,24 +266,15 @@ class CollectionAdam:
         """Raises ValueError if the ``state`` of a state_dict lacks an entry, or has one of another size."""
         for key, weight in self.params.items():
             entries, own = given.get(key, {}), self.of_param[weight]
-            missing = sorted(own.keys() - entries.keys())
-            if not missing:
-                for name, entry in own.items():
-                    entry.check(entries[name])
-                continue
-            remedy = "it is of another model"
-            if LAST_STEP in entries:
-                remedy = 'its rows may be behind: load it and the weights within as_stored(), under "replay"'
-            elif LAST_STEP in missing and entries:
-                remedy = "it was taken outside of as_stored(): load it and the weights there"
-            raise UserError(f"the optimizer's state has no {missing[0]!r} of {key!r}; {remedy}")
-
-    def _settled_steps(self) -> int:
-        """Completes the latest step and brings all rows up to date; returns the steps taken, the same on all ranks."""
-        self.complete_step()
-        for adam in self.lookups:
-            adam.flush()
-        return self._agreed_steps()
+            if missing := sorted(own.keys() - entries.keys()):
+                remedy = "it is of another model"
+                if LAST_STEP in entries:
+                    remedy = 'its rows may be behind: load it and the weights within as_stored(), under "replay"'
+                elif LAST_STEP in missing and entries:
+                    remedy = "it was taken outside of as_stored(): load it and the weights there"
+                raise UserError(f"the optimizer's state has no {missing[0]!r} of {key!r}; {remedy}")
+            for name, entry in own.items():
+                entry.check(entries[name])
 
     def _restore(self, steps: int) -> None:
         """Declares all rows and moments, which were loaded, to be those after step ``steps``."""
