@@ -112,9 +112,7 @@ def table_scalars(scalars, lr_factor):  # type: ignore[no-untyped-def]
 
 
 class AdamConstants(NamedTuple):
-    """Numbers that are the same in every step; the complements are rounded from double, as 1 - 0.999 in float32 is 1e-5
-    off.
-    """
+    """Numbers of all steps; complements are rounded from double (in float32 1 - 0.999 is 1e-5 off)."""
 
     beta1: float
     one_minus_beta1: float

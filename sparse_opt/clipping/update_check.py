@@ -69,8 +69,7 @@ class StepCheck:
         self._check, self._update, self._rows = check, update, list[_Expected]()
 
     def expect(self, backward: LookupBackward, l2: float, factors: Tensor | None) -> None:
-        """Computes the updates of some rows; called after the clip of the unscaled backward pass, and before FBGEMM's
-        update.
+        """Computes the updates of some rows, after the clip of the unscaled backward pass and before FBGEMM's update.
 
         ``factors``, of the ids, [nnz], tell which rows are clipped; None if the clip is written into the output
         gradient.
@@ -130,9 +129,7 @@ class StepCheck:
 def _gradients_of(
     wrapped: WrappedLookup, ids: LookupIds, backward: LookupBackward, row: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of rows (sorted, int [n]), [n, D], weights and rounding of float32 sums, all float64; counts and
-    tables.
-    """
+    """Gradients [n, D] of sorted rows, int [n], their weights, rounding of float32 sums, counts and tables."""
     here = torch.isin(ids.row, row)
     order, rows = ids.order[here], ids.row[here]
     own = LookupIds(ids.address[order], torch.arange(len(order), device=order.device), rows, row_begins(rows))

@@ -189,9 +189,7 @@ class IdTables:
         return self._exchange.send_back(rows), NewRows(*self._exchange.all_columns(columns))
 
     def rows_of(self, ids: np.ndarray, splits: np.ndarray) -> np.ndarray:
-        """Rows of ids as :meth:`assign` takes them, int64 [V], without a change; OUT_OF_VOCABULARY for unknown and
-        expired ids.
-        """
+        """Rows of ids as :meth:`assign` takes them, int64 [V]; OUT_OF_VOCABULARY for unknown ones. Changes nothing."""
         self._require_own_process()
         own = self._exchange.collect(id_error(ids, splits, self._features), ids, splits, None)
         rows, begins, occurrences = self._sorted(own)

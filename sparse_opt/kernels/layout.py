@@ -35,9 +35,7 @@ class LookupLayout(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """S blocks of neighbouring bags, of a feature (and rank, under a variable batch size), whose outputs are equally
-    far apart.
-    """
+    """S blocks of neighbouring bags, of a feature or of a feature and a rank, whose outputs are equally far apart."""
 
     table: Tensor  # table of each block, [S]
     first_block: Tensor  # first block of each table, and S, [tables + 1]

@@ -196,9 +196,9 @@ def prefetch_elements(flat, start, dim):
 
 @compiled()
 def count_rows(ratios, begins, rows, clipped, bins, shift, first_bin):
-    """Adds each table's distinct rows to ``rows``, those above their limits to ``clipped``, int64 [tables], and those
-    of each bin (:func:`bins_of` in statistics.py) to ``bins``, int64 [tables, bins]; returns each row's ratio and
-    table, [U].
+    """Adds up rows and rows above their limits, int64 [tables], and rows by bin of their ratio, int64 [tables, bins].
+
+    Returns the ratio and the table of each row, float32 and int64 [U]; see :func:`bins_of` in statistics.py.
     """
     total = ratios.rows.sum()
     values, tables = np.empty(total, np.float32), np.empty(total, np.int64)
@@ -235,9 +235,7 @@ def factors_of_ids(tables, distinct_rows, layout, bags, clips, ratios, weights, 
 
 @compiled(error_model="numpy")
 def write_row_gradients(tables, distinct_rows, layout, bags, clips, ratios, weights, twice_l2, output_grad):
-    """Writes each row's clipped gradient, L2 included, at its first id into ``output_grad``, flat, of zeros; see
-    TorchRows.
-    """
+    """Writes each row's clipped gradient, L2 included, at its first id into ``output_grad``, flat, of zeros."""
     tops, rows, counts, slots, sums = distinct_rows
     g, blocks = np.empty(sums.shape[1], np.float32), bags.blocks
     done, next_row = 0, 0  # distinct rows are numbered in the order of their first ids

@@ -185,9 +185,7 @@ def _begin_rows(changes, begin, count, IDS: tl.constexpr):
 
 
 def find_rows_on_device(layout: LookupLayout, bags: LookupBags, outside: Tensor) -> LookupIds:
-    """Computes :func:`find_rows` of at least one id; adds those outside their tables, as row 0, to ``outside``,
-    [tables].
-    """
+    """Computes :func:`find_rows` of at least one id; ids outside their tables become row 0 and are counted."""
     count, number, blocks = bags.indices.numel(), len(bags.offsets) - 1, bags.blocks
     # Zeros, so that offsets that do not ascend cannot leave rows outside the tables.
     dtype = torch.int32 if max(bags.size, layout.num_rows) < 1 << 31 else torch.int64
@@ -227,9 +225,7 @@ _POOLED = 1024
 def pool_rows_on_device(
     layout: LookupLayout, bags: LookupBags, id_weights: Tensor | None, weights: Tensor, out: Tensor
 ) -> None:
-    """Sums the rows of each bag, in float32, into ``out``, which is contiguous; row 0 stands for ids outside their
-    tables.
-    """
+    """Sums the rows of each bag, in float32, into ``out``, contiguous; row 0 stands for ids outside their tables."""
     number, columns = len(bags.offsets) - 1, triton.next_power_of_2(layout.max_dim)
     per_program, count_blocks = max(1, _POOLED // columns), len(bags.blocks.table)
     if number:
@@ -580,9 +576,7 @@ class DeviceRows:
         return factors, self._clip_into(factors, clips, weights)
 
     def written(self, clips: TableClips, weights: Tensor, twice_l2: float) -> tuple[Tensor, RowResults]:
-        """Computes an output gradient whose sum over each row's ids is ``clip(g + twice_l2 * w)``, at the row's first
-        id.
-        """
+        """Computes an output gradient that has each row's ``clip(g + twice_l2 * w)`` at the row's first id."""
         written = torch.zeros_like(self._output.grad)
         return written, self._clip_into(written, clips, weights, twice_l2, writes=True)
 
@@ -599,9 +593,7 @@ class DeviceRows:
         return torch.empty_like(values).scatter_(0, self.ids.order, in_order)
 
     def count(self, results: RowResults, rows: Tensor, clipped: Tensor, bins: Tensor, shift: int, first: int) -> None:
-        """Adds numbers of rows and of clipped rows, int64 [tables], and of rows in bins, int64 [tables, bins], in
-        place.
-        """
+        """Adds up rows and clipped rows, int64 [tables], and rows by bin of their ratio, int64 [tables, bins]."""
         grid, options = (triton.cdiv(self._count, _COUNTED),), {"ROWS": _COUNTED, "enable_fp_fusion": False}
         bounds = {"BINS": bins.shape[1], "SHIFT": shift, "FIRST": first}
         _count[grid](self.ids.begin, self._count, results, rows, clipped, bins, **bounds, **options)

@@ -39,9 +39,7 @@ class Unscaled:
 
 
 class LossScale:
-    """Scale of a model's loss; does not wait for the device. Without a scaler, the first backward warns if one is in
-    use.
-    """
+    """Scale of a model's loss. Without a scaler, the first backward pass warns if the process has one in use."""
 
     def __init__(self, scaler: GradScaler | None):
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -178,8 +176,7 @@ def look_up_replaced(
     loss_scale: LossScale,
     ids: LookupIds | None = None,
 ) -> Tensor:
-    """Makes the backward of a lookup run an update; returns its ``output``, which has no gradient yet, in the same
-    memory.
+    """Makes the backward of a lookup run an update; returns its ``output``, which has no gradient, in place.
 
     ``inputs`` are those of its forward, whose weights of ids get their gradient if they require one.
     """

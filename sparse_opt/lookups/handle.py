@@ -86,14 +86,11 @@ class LookupsHandle:
         return found
 
     def latest_ratios(self) -> dict[str, Tensor]:
-        """``||g|| / limit`` of the rows of each table here in the latest step, float32, on the CPU. Waits for the
-        device.
-        """
+        """``||g|| / limit`` of the rows here in the latest step, by table, float32, on CPU. Waits for the device."""
         return {name: own for wrapped in self._lookups for name, own in wrapped.statistics.latest_ratios().items()}
 
     def clipped_shares(self, scales: Sequence[float] = DEFAULT_SCALES) -> dict[str, dict[float, float]]:
-        """Share in [0, 1] of each table's rows that would be clipped if all limits were ``scale`` times the present
-        ones.
+        """Share in [0, 1] of each table's rows that would be clipped if all limits were ``scale`` times as large.
 
         The shares, by scale and table name, are over the rows of :meth:`stats`, from their ratios ``||g|| / limit``,
         which training with other limits would change. Under CowClip(r, zeta), ``scale`` times the limits is
@@ -161,9 +158,7 @@ class LookupsHandle:
     def _guard(
         self, attached: nn.Module, collection: ShardedCollection, lookups: Sequence[WrappedLookup]
     ) -> Callable[..., None]:
-        """Makes a check of a collection's forward pass, which ``attached`` runs: of copies, rebuilt lookups,
-        interrupted steps.
-        """
+        """Makes a check of a collection's forward pass, for copies, rebuilt lookups and interrupted steps."""
         wrapped = lookup_modules(collection)
 
         def check(called: nn.Module, *_: Any) -> None:

@@ -80,8 +80,7 @@ class RowBackend(Protocol):
         """
 
     def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
-        """Takes the missed steps of the ids' rows, except for the second moments of decayed rows; returns the rows, if
-        found.
+        """Takes the missed steps of the ids' rows, but for second moments of decayed rows; returns the rows, if found.
 
         Rows that were behind are caught up also where an id outside its table is found.
         """
@@ -172,9 +171,7 @@ class NumbaRows:
         self._replay(keys.numpy(), adam, to_numpy(adam.steps))
 
     def _replay(self, keys: np.ndarray, adam: AdamRows, steps: Any) -> None:
-        """Takes the missed steps of distinct rows by their keys, ``last_step << ROW_BITS | row``, int64 [n], which it
-        sorts.
-        """
+        """Takes the missed steps of distinct rows by their keys, ``last_step << ROW_BITS | row``; sorts the keys."""
         keys.sort()
         rows: Any = StaleRows(*self._replay_kernels.rows_of_keys(keys, self._numpy_layout))
         state, lr_factors, columns = to_numpy(adam.state), steps.lr_factors, steps.adam_columns

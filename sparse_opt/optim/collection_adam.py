@@ -132,8 +132,7 @@ class CollectionAdam:
         self.history.record(self.step, self.lr)
 
     def complete_step(self) -> None:
-        """Brings lookups that an interrupted backward pass left behind to the step of the others, without the batch's
-        gradients.
+        """Brings lookups that an interrupted backward pass left behind to the step of the others, without gradients.
 
         It warns, or raises RuntimeError if other ranks take part in that step.
         """
@@ -286,9 +285,7 @@ class CollectionAdam:
 
     @contextmanager
     def as_stored(self) -> Iterator[None]:
-        """Makes the states hold the rows as they are in memory, some of them behind, unless other ranks have shards of
-        them.
-        """
+        """Makes states hold rows as they are in memory, some of them behind, unless other ranks have parts of them."""
         self.complete_step()
         for adam in self.lookups:
             if adam.lookup.is_replicated or adam.lookup.splits_columns:

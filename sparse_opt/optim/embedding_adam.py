@@ -206,9 +206,7 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
 
     @property
     def steps(self) -> int:
-        """Most steps that a collection has taken. Setting it declares all rows to be those after that step, at the
-        configured lr.
-        """
+        """Most steps that a collection has taken. Setting it declares all rows to be those after that step."""
         return max((collection.step for collection in self.collections), default=0)
 
     @steps.setter

@@ -197,9 +197,7 @@ class LookupAdam:
         self.flush()  # what was written may have been at rest
 
     def catch_up_rows(self, rows: Tensor) -> None:
-        """Takes the missed steps of distinct rows, int64 [n] among all tables' rows, but for decayed rows' second
-        moments.
-        """
+        """Takes the missed steps of distinct rows, int64 [n], but for the second moments of decayed rows."""
         with self.writing():
             behind = rows[is_behind(self.last_step[rows], self._step)]
             if len(behind):
@@ -265,9 +263,7 @@ class LookupAdam:
         self._current_at = -1
 
     def forget(self, elements: Tensor, shard: Tensor, row: Tensor) -> None:
-        """Resets the state of new ids' rows, given as elements of the flat tensors, [n, D], shards and rows in these,
-        [n], int64.
-        """
+        """Resets the state of rows that new ids got: elements of flat tensors, [n, D]; shards and rows in them, [n]."""
         self.exp_avg[elements] = 0
         self.exp_avg_sq[elements] = 0
         if self.replays:

@@ -75,9 +75,7 @@ def mark_updated_in_backward(collection: ShardedCollection, optimizer: KeyedOpti
 
 
 def set_initial_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
-    """Sets the first learning rates of tables of an unsharded model; tables of different rates are looked up
-    separately.
-    """
+    """Sets the first learning rates of an unsharded model's tables; different rates are looked up separately."""
     for collection in model.modules():
         if isinstance(collection, EmbeddingBagCollection):
             for table, rate in rates.items():

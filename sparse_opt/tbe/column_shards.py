@@ -21,9 +21,7 @@ Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 def groups_of_columns(tables: Mapping[str, Sequence[Sequence[int]]]) -> Groups:
-    """Creates process groups for the ranks of column shards, given for each part of a table's rows. All ranks call
-    together.
-    """
+    """Creates the process groups of column shards from the ranks of each part of a table. All ranks call together."""
     world = tuple(range(dist.get_world_size())) if tables else ()
     holders = [part for parts in tables.values() for part in parts]
     several = sorted({ranks for part in holders if len(ranks := tuple(sorted(set(part)))) > 1})
@@ -60,8 +58,7 @@ def copy_from_first_shards(
 
 
 def column_partners(lookup: TbeLookup, groups: Groups) -> list[dist.ProcessGroup]:
-    """Groups over which a lookup's rank reduces one after the other what is to be equal on all ranks with columns of
-    its rows, however many tables link them."""
+    """Groups over which a rank reduces in turn what is to be equal on all ranks with columns of its rows."""
     partners = {tuple(sorted(set(shard.column_ranks))) for shard in lookup.shards} & groups.keys()
     return [groups[ranks] for ranks in sorted(partners)] * (1 if lookup.has_equal_partners else dist.get_world_size())
 

@@ -94,9 +94,7 @@ class TbeLookup:
         self.module.pooling_mode = PoolingMode.MEAN if mean else PoolingMode.SUM
 
     def follow_evictions(self, evicted: Callable[[int, Tensor], None]) -> Callable[[], None]:
-        """Calls ``evicted(table, rows)`` when managed collision gives rows, int64 [n], to new ids; returns a function
-        to end it.
-        """
+        """Calls ``evicted(table, rows)`` when managed collision gives rows to new ids; returns a function to end it."""
         module: Any = self.module
         if self.has_dense_gradient:
             return lambda: None
@@ -120,9 +118,7 @@ class TbeLookup:
         return not self.has_dense_gradient and bool(self.module.use_cpu) and pools_by_sum
 
     def pool_on_cpu(self, indices: Tensor, offsets: Tensor, id_weights: Tensor | None) -> Tensor:
-        """Pooled rows, float [B, sum D], without a gradient, and without FBGEMM's Python, which takes ten times the
-        time.
-        """
+        """Pooled rows, float [B, sum D], without a gradient and without FBGEMM's Python, which is ten times as slow."""
         tbe, offsets = self.module, offsets.to(indices.dtype)
         id_weights = None if id_weights is None else id_weights.float()
         mode = tbe.bounds_check_mode_int
@@ -263,9 +259,7 @@ class TbeLookup:
         return state.zero_()
 
     def view_of(self, flat: Tensor, table: int) -> Tensor:
-        """View of a table, [rows, D], in a flat tensor like :meth:`flat_weights`, or [rows, 1] in one with a value for
-        each row.
-        """
+        """View of a table in a flat tensor, [rows, D], or [rows, 1] in one that has a value for each row."""
         shard = self.shards[table]
         if flat.numel() == sum(shard.rows for shard in self.shards):
             first = sum(shard.rows for shard in self.shards[:table])

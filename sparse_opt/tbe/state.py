@@ -25,8 +25,7 @@ def sharded_like_weights(
     *,
     per_row: bool = False,
 ) -> dict[str, ShardedTensor | Tensor]:
-    """Wraps state of the rows into tensors that are sharded, or replicated, like the weights. All ranks must call
-    together.
+    """Wraps state of rows into tensors that are sharded, or replicated, like the weights. All ranks call together.
 
     Args:
         flats: for each of this rank's lookups a flat tensor as in :meth:`TbeLookup.view_of`; the result shares its

@@ -265,9 +265,7 @@ def _find_candidates(absent, old_rows, occurrences, segment, clock, candidate_of
 
 @compiled(error_model="numpy")
 def _admit(candidates, occurrences, segment, clock):
-    """Marks candidates that get a new row as WANTED, and returns their number; frees the expired rows of the not
-    admitted.
-    """
+    """Marks the candidates that get a new row as WANTED and returns their number; refused ones lose an expired row."""
     state, table = segment.state, segment.table
     pane = max(clock.now // table.pane_length, state.pane) if table.pane_length > 0 else np.int64(0)
     wanted = 0
