@@ -114,7 +114,7 @@ class IdExchange:
         return result.numpy()
 
     def sharded(self, local: Tensor, rows: np.ndarray) -> ShardedTensor | Tensor:
-        """A tensor sharded over the ranks by its first dimension into ``rows``, int64 [W], of which ``local`` is here."""
+        """A tensor sharded over the ranks by its first dimension into ``rows``, int64 [W]."""
         if self._group is None:
             return local
         trailing, begins = list(local.shape[1:]), np.cumsum(rows) - rows
