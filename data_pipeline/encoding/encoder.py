@@ -43,11 +43,11 @@ from .vocabulary import Vocabulary, raw_ids_of_hashed, with_missing
 
 def sparse_field(raw: RawField, encoding: Encoding) -> SparseField:
     """Returns the sparse field of a raw one, before its table is sized; of a numeric one, that of its buckets."""
-    bucketed = raw.kind == "numeric"
+    bucketed = bool(raw.numbers)
     return SparseField(
         raw.name + BUCKET_SUFFIX if bucketed else raw.name,
         RESERVED_ROWS,
-        "categorical" if raw.kind == "numeric" else raw.kind,
+        raw.sparse_kind,
         pooling=raw.pooling or "sum",
         encoding=encoding,
         source=raw.name,
@@ -95,9 +95,7 @@ class Encoder:
             columns[SAMPLE_WEIGHT] = pa.array(parsed.sample_weights)
         if parsed.time is not None:
             columns[TIME] = pa.array(parsed.time)
-        sources = self._transforms.sources
-        numbers = np.array([parsed.numbers[name] for name in sources], np.float64)
-        encoded = self._transforms.apply(numbers.reshape(len(sources), len(parsed.sample_numbers)))
+        encoded = self._transforms.apply(self._transforms.of_columns(parsed.numbers, len(parsed.sample_numbers)))
         columns |= {field.name: pa.array(values) for field, values in zip(self.dense, encoded, strict=True)}
         for sparse in self.sparse:
             columns |= self._ids(sparse, parsed)
@@ -145,11 +143,8 @@ class Encoder:
         Raises:
             AttributeError, TypeError, ValueError, OverflowError: a value is not good; it is not told which one.
         """
-        raw = [columns[name] for name in self._transforms.sources]
-        numbers = np.array(raw, np.float64).reshape(len(raw), count)  # None became NaN
-        if np.isfinite(numbers).sum() + sum(each.count(None) for each in raw) < numbers.size:
-            raise ValueError("a number is not finite")
-        of_source = dict(zip(self._transforms.sources, numbers, strict=True))
+        numbers = self._transforms.of_values(columns, count)
+        of_source = dict(zip(self._transforms.numbers, numbers, strict=True))
         parts = [self._few_ids(field, columns, of_source) for field in self.sparse]
         offsets, data = string_buffers(pa.array([*chain.from_iterable([texts for texts, _, _ in parts])], pa.string()))
         hashes = bytes_hashes(offsets, data)

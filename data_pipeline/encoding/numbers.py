@@ -4,14 +4,16 @@ R numbers, U distinct ones, S raw fields, N dense fields."""
 
 from bisect import bisect_left as bisect
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ..dataset.schema import MISSING_SUFFIX, DenseField, DenseTransform
+from ..raw.layouts import RawField
 
 MOST_VALUES = 1 << 15
 _SIGN = np.uint64(1 << 63)
@@ -128,7 +130,12 @@ OFTEN_MISSING = 0.01
 """Share of missing values from which on "quantile" also tells where they are, which the middle does not."""
 
 
-def fitted(name: str, transform: DenseTransform, statistics: NumberStatistics) -> list[DenseField]:
+def fitted(raw: RawField, transform: DenseTransform, statistics: Mapping[str, NumberStatistics]) -> list[DenseField]:
+    """Returns the dense fields of a raw one's numbers; `statistics` are those of each number, by its name."""
+    return [field for number in raw.numbers for field in _fitted(number, transform, statistics[number])]
+
+
+def _fitted(name: str, transform: DenseTransform, statistics: NumberStatistics) -> list[DenseField]:
     """Returns the field with its transform; "buckets" scales numbers like "minmax" and adds ids in another field.
 
     Under "quantile", a field of which numbers are often missing has another one that tells where.
@@ -166,19 +173,35 @@ class Transforms:
     is 0, and outside the fitted range the normal score is that of its end. No result is beyond `bound`.
 
     Attributes:
-        sources: the raw fields, in the order of the rows that `apply` takes.
+        numbers: names of the numbers, in the order of the rows that `apply` takes.
     """
 
     def __init__(self, fields: Sequence[DenseField]) -> None:
         self._fields = fields
-        self.sources = list(dict.fromkeys(each.source for each in fields))
-        self._source = np.array([self.sources.index(each.source) for each in fields], np.int64)
+        self.numbers = list(dict.fromkeys(each.source for each in fields))
+        self._source = np.array([self.numbers.index(each.source) for each in fields], np.int64)
         self._low = np.array([[each.minimum] for each in fields]).reshape(-1, 1)
         self._width = np.array([[each.maximum - each.minimum] for each in fields]).reshape(-1, 1)
         self._bound = np.array([[bound(each)] for each in fields]).reshape(-1, 1)
         self._of_kind: dict[str, list[int]] = {}
         for index, each in enumerate(fields):
             self._of_kind.setdefault(each.transform, []).append(index)
+
+    def of_columns(self, columns: Mapping[str, np.ndarray], count: int) -> np.ndarray:
+        """Returns raw numbers, float64 [S, R], from those of `count` samples by name, as `Parsed` has them."""
+        return np.array([columns[name] for name in self.numbers], np.float64).reshape(len(self.numbers), count)
+
+    def of_values(self, columns: Mapping[str, Sequence[Any]], count: int) -> np.ndarray:
+        """Returns raw numbers, float64 [S, R], from canonical values of `count` samples by raw field.
+
+        Raises:
+            TypeError, ValueError, OverflowError: a value is not good.
+        """
+        raw = [columns[name] for name in self.numbers]
+        numbers = np.array(raw, np.float64).reshape(len(raw), count)  # None became NaN
+        if np.isfinite(numbers).sum() + sum(each.count(None) for each in raw) < numbers.size:
+            raise ValueError("a number is not finite")
+        return numbers
 
     def apply(self, numbers: np.ndarray) -> np.ndarray:
         """Returns float32 [N, R] from raw numbers, float64 [S, R], NaN where missing."""

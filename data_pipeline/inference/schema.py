@@ -24,7 +24,7 @@ from ..dataset.schema import (
     TRUE_LOGIT,
     WEIGHT_SUFFIX,
 )
-from ..raw.layouts import RawLabel
+from ..raw.layouts import NUMBER_KINDS, RawLabel
 from .columns import FEW_VALUES, FREQUENT, Column, Guess, Remark, guess_column, unsure
 from .names import LABEL_NAMES, NEGATION, POSITIVE, TIME_NAME, TOTAL_NAME
 from .sample import RawSample, read_sample
@@ -173,7 +173,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "", positive: Seq
     left_out += [_left_out("", "a column without a name")] * ("" in sample.columns)
     if not sample.header:
         left_out += [_left_out(name, "of the folder; it needs files with a header") for name in sample.partition]
-    no_ids = all(each.keys["kind"] == "numeric" for each in fields)
+    no_ids = all(each.keys["kind"] in NUMBER_KINDS for each in fields)
     of_file = {"delimiter": sample.delimiter, "quote": sample.quote, "header": sample.header}
     of_file |= {} if sample.header else {"columns": list(sample.columns)}
     return InferredSchema(

@@ -58,7 +58,6 @@ def fit(
         ValueError: a bad row that may not be skipped, or no training sample.
     """
     layout, config = plan.layout, plan.config
-    numeric = [each for each in layout.fields if each.kind == "numeric"]
     sparse = sparse_fields(layout, config)
     numbers = _statistics(layout, config)
     counters = {each.vocabulary: VocabularyCounter() for each in sparse if each.encoding == "vocabulary"}
@@ -79,9 +78,7 @@ def fit(
     total.order.report_dates()
     if plan.split.kind == "order":
         total.order.report()
-    dense = tuple(
-        field for each in numeric for field in fitted(each.name, _transform(each, config), numbers[each.name])
-    )
+    dense = tuple(field for each in layout.fields for field in fitted(each, _transform(each, config), numbers))
     by_name = {each.name: each for each in layout.fields}
 
     def finished(each: SparseField) -> Vocabulary:
@@ -152,8 +149,8 @@ def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionSta
 def sparse_fields(layout: Layout, config: PrepareConfig) -> list[SparseField]:
     """Returns the sparse fields of a layout in order, before their tables are sized; buckets of numbers come first."""
     encoding: Encoding = "hash" if config.hash_buckets else "raw" if config.raw_ids else "vocabulary"
-    buckets = [each for each in layout.fields if each.kind == "numeric" and _transform(each, config) == "buckets"]
-    of_ids = [each for each in layout.fields if each.kind != "numeric"]
+    buckets = [each for each in layout.fields if each.numbers and _transform(each, config) == "buckets"]
+    of_ids = [each for each in layout.fields if not each.numbers]
     for each in of_ids:
         config.check_vocabulary(f"field {each.name!r}: ", 0, each.max_ids)
     return [sparse_field(each, encoding) for each in (*buckets, *of_ids)]
@@ -165,9 +162,9 @@ def _transform(raw: RawField, config: PrepareConfig) -> DenseTransform:
 
 def _statistics(layout: Layout, config: PrepareConfig) -> dict[str, NumberStatistics]:
     return {
-        each.name: NumberStatistics(counts=ValueCounts() if _transform(each, config) == "quantile" else None)
+        number: NumberStatistics(counts=ValueCounts() if _transform(each, config) == "quantile" else None)
         for each in layout.fields
-        if each.kind == "numeric"
+        for number in each.numbers
     }
 
 

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,7 @@ from ..dataset.schema import (
     WEIGHT_SUFFIX,
     DenseTransform,
     Pooling,
+    SparseKind,
 )
 from .inputs import Source
 from .times import RawTime, TimePart, TimeUnit
@@ -133,6 +134,8 @@ class RawLabel:
 
 
 RawKind = Literal["numeric", "categorical", "multi", "sequence", "weighted"]
+NUMBER_KINDS = ("numeric",)
+"""Kinds of fields that hold numbers; the others hold ids."""
 LayoutName = Literal["criteo", "avazu", "tabular"]
 
 
@@ -207,7 +210,7 @@ class RawField:
             raise UserError(f"{where}: transform must be one of {choices}, for numeric fields; got {self.transform!r}")
         for name in ("min_count", "max_ids"):
             value = getattr(self, name)
-            if value < 0 or (value and self.kind == "numeric"):
+            if value < 0 or (value and self.numbers):
                 raise UserError(f"{where}: {name} must be at least 1, and is for ids only; got {value} ({self.kind})")
         is_sequence = self.kind == "sequence"
         if self.max_length < 0 or (self.max_length > 0) != is_sequence:
@@ -234,6 +237,16 @@ class RawField:
             _ = self.time  # is checked
         if self.kind in ("multi", "weighted") and not self.pooling:
             object.__setattr__(self, "pooling", "mean" if self.kind == "multi" else "sum")
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Names of the numbers that a sample has in the field; none if it has ids."""
+        return (self.name,) if self.kind in NUMBER_KINDS else ()
+
+    @property
+    def sparse_kind(self) -> SparseKind:
+        """Kind of the sparse field of the ids; of numbers, that of their buckets."""
+        return "categorical" if self.kind in NUMBER_KINDS else cast(SparseKind, self.kind)
 
     @property
     def time(self) -> RawTime:
@@ -319,7 +332,7 @@ class Layout:
         taken |= {KEPT_PREFIX + name: f"the column {name!r} that is kept" for name in self.keep}
         if len(self.labels) > 1:
             taken |= {LABEL_PREFIX + label.name: f"the label {label.name!r}" for label in self.labels}
-        for each in (each for each in self.fields if each.kind == "numeric"):
+        for each in (each for each in self.fields if each.numbers):
             if (each.transform or dense) == "buckets":
                 taken[each.name + BUCKET_SUFFIX] = f"the buckets of field {each.name!r}"
             if (each.transform or dense) == "quantile":

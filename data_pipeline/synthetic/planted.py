@@ -446,7 +446,9 @@ def raw_id_schema(name: str, fields: Sequence[RawField], **settings: Any) -> Sch
         if each.kind == "numeric":
             dense.append(DenseField(each.name, source=each.name))
         else:
-            field = SparseField(each.name, 0, each.kind, encoding="raw", source=each.name, max_length=each.max_length)
+            field = SparseField(
+                each.name, 0, each.sparse_kind, encoding="raw", source=each.name, max_length=each.max_length
+            )
             sparse.append(dataclasses.replace(field, shares=each.shares))
     return Schema(
         name,
