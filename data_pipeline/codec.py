@@ -2,9 +2,9 @@
 
 A sample has the raw columns of the data set's layout, by name:
 
-* numeric: a number, its text, or null; categorical: a string, an integer or null; multi and sequence: a list of those,
-  or its text joined by the layout's separator; weighted: a list of {"id": ..., "weight": ...}, an object of weights by
-  id, or its joined text. Null is missing.
+* numeric: a number, its text, or null; vector: a list of numbers, its text, or null; categorical: a string, an integer
+  or null; multi and sequence: a list of those, or its text joined by the layout's separator; weighted: a list of
+  {"id": ..., "weight": ...}, an object of weights by id, or its joined text. Null is missing.
 * the label, 0 or 1 or what else the layout says, the sample's weight if the layout has one, and the time under the
   layout's name for it (default "time"), Unix seconds or ISO 8601 text: for training only, except that a field of ages
   needs the time.

@@ -71,6 +71,7 @@ class DenseField:
         minimum, maximum: range of the samples that the transform was fitted on, in raw units.
         source: the raw field.
         knots, levels: for "quantile": numbers in increasing order, and the normal score of each.
+        element: place of the number in the raw field's vectors; None if that field has one number.
     """
 
     name: str
@@ -80,6 +81,7 @@ class DenseField:
     source: str = ""
     knots: tuple[float, ...] = ()
     levels: tuple[float, ...] = ()
+    element: int | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ R numbers, U distinct ones, S raw fields, N dense fields."""
 from bisect import bisect_left as bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -132,7 +132,10 @@ OFTEN_MISSING = 0.01
 
 def fitted(raw: RawField, transform: DenseTransform, statistics: Mapping[str, NumberStatistics]) -> list[DenseField]:
     """Returns the dense fields of a raw one's numbers; `statistics` are those of each number, by its name."""
-    return [field for number in raw.numbers for field in _fitted(number, transform, statistics[number])]
+    found = [field for number in raw.numbers for field in _fitted(number, transform, statistics[number])]
+    if raw.kind != "vector":
+        return found
+    return [replace(field, source=raw.name, element=element) for element, field in enumerate(found)]
 
 
 def _fitted(name: str, transform: DenseTransform, statistics: NumberStatistics) -> list[DenseField]:
@@ -173,13 +176,18 @@ class Transforms:
     is 0, and outside the fitted range the normal score is that of its end. No result is beyond `bound`.
 
     Attributes:
-        numbers: names of the numbers, in the order of the rows that `apply` takes.
+        numbers: names of the numbers, those of vectors last, in the order of the rows that `apply` takes.
     """
 
     def __init__(self, fields: Sequence[DenseField]) -> None:
         self._fields = fields
-        self.numbers = list(dict.fromkeys(each.source for each in fields))
-        self._source = np.array([self.numbers.index(each.source) for each in fields], np.int64)
+        self._single = list(dict.fromkeys(each.source for each in fields if each.element is None))
+        of_vectors = [each for each in fields if each.element is not None]
+        self._widths = Counter(each.source for each in of_vectors)
+        self.numbers = [*self._single, *(each.name for each in of_vectors)]
+        places = {name: place for place, name in enumerate(self.numbers)}
+        names = [each.source if each.element is None else each.name for each in fields]
+        self._source = np.array([places[name] for name in names], np.int64)
         self._low = np.array([[each.minimum] for each in fields]).reshape(-1, 1)
         self._width = np.array([[each.maximum - each.minimum] for each in fields]).reshape(-1, 1)
         self._bound = np.array([[bound(each)] for each in fields]).reshape(-1, 1)
@@ -197,9 +205,14 @@ class Transforms:
         Raises:
             TypeError, ValueError, OverflowError: a value is not good.
         """
-        raw = [columns[name] for name in self.numbers]
+        raw = [columns[name] for name in self._single]
         numbers = np.array(raw, np.float64).reshape(len(raw), count)  # None became NaN
-        if np.isfinite(numbers).sum() + sum(each.count(None) for each in raw) < numbers.size:
+        missing = sum(each.count(None) for each in raw)
+        for name, width in self._widths.items():
+            vectors = [[np.nan] * width if each is None else each for each in columns[name]]
+            missing += width * sum(each is None for each in columns[name])
+            numbers = np.concatenate([numbers, np.array(vectors, np.float64).reshape(count, width).T])
+        if np.isfinite(numbers).sum() + missing < numbers.size:
             raise ValueError("a number is not finite")
         return numbers
 

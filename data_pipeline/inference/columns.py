@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..raw.brackets import items_of, weights_of
+from ..raw.columns import AROUND_VECTORS
 from ..raw.layouts import RawKind
 from ..raw.lists import BLANKS
 from ..raw.values import EXACT_INTEGERS, LOOKS_MISSING, NUMBER_PATTERN
@@ -29,6 +30,8 @@ LONG_TEXT = 60
 WHOLE = re.compile(r"[+-]?[0-9]+(\.0*)?")
 NOTATION = re.compile(r"[+-]?[$€£¥]? ?[+-]?([0-9]{1,3}([., '][0-9]{3})+|[0-9]+)([.,][0-9]+)? ?[%$€£¥]?")
 """Numbers as people write them: with signs of currencies, separators of thousands, a decimal comma."""
+VECTORS = "vectors of width "
+"""What a type says of lists of so many numbers."""
 DATE_TEXT = re.compile(r"([A-Za-z]{3},? )?[0-9]{1,4}([/.-][0-9]{1,2}[/.-]| ?[A-Z][a-z]{2,8} ?)[0-9]{2,4}")
 """How dates as people write them begin."""
 
@@ -208,6 +211,21 @@ class Column:
         return JoinedList("multi", {"separator": separator}, len(parts), len(self.distinct) / len(parts))
 
     @cached_property
+    def vector_keys(self) -> Mapping[str, Any]:
+        """Keys of a field of vectors, if the values are such: lists, or text of several numbers with decimals."""
+        if self.said.startswith(VECTORS):
+            return {"width": int(self.said.removeprefix(VECTORS))}
+        for separator in ",|; " if self.said in ("", "id") and self.known else "":
+            around = (text.strip(AROUND_VECTORS) for text in self.distinct)
+            vectors = [text.split(None if separator == " " else separator) for text in around]
+            if len(widths := {len(each) for each in vectors}) > 1 or widths == {1}:
+                continue
+            numbers = [number.strip() for each in vectors for number in each]
+            if all(map(NUMBER_PATTERN.fullmatch, numbers)) and not all(map(WHOLE.fullmatch, numbers)):
+                return {"width": widths.pop(), "separator": separator}
+        return {}
+
+    @cached_property
     def time_form(self) -> TimeForm | None:
         """How all known values are times; None if they are not."""
         may_be = self.said in ("", "time") or (self.said == "id" and not self.numbers)
@@ -239,6 +257,8 @@ class Rule:
 
 LIST_KEYS = {"separator": "|"}
 RULES = (
+    Rule("vectors", lambda c: c.said.startswith(VECTORS), "vector", "lists of {c.vector_keys[width]} numbers each",
+         keys=lambda c: c.vector_keys),
     Rule("lists", lambda c: c.said == "multi", "multi", "lists; separators apply to text only",
          keys=lambda _: LIST_KEYS),
     Rule("weighted lists", lambda c: c.said == "weighted", "weighted", "lists; separators apply to text only",
@@ -275,6 +295,8 @@ RULES = (
     Rule("other notation", lambda c: c.odd_numbers, "",
          "seem to be numbers, but {c.odd_numbers[0]!r} is not read as one; write them as 1234.5 in the file",
          unsure=True),
+    Rule("joined numbers", lambda c: c.vector_keys, "vector", "{c.vector_keys[width]} numbers in each value",
+         unsure=True, keys=lambda c: c.vector_keys),
     Rule("weights in brackets", lambda c: c.bracketed and c.bracketed.kind == "weighted", "weighted",
          "{c.bracketed.parts} different ids with numbers", keys=lambda _: {"brackets": True}),
     Rule("lists in brackets", lambda c: c.bracketed, "multi", "lists of {c.bracketed.parts} different ids",
@@ -304,7 +326,9 @@ class RemarkRule(NamedTuple):
 
 def _has_brackets(c: Column, rule: Rule) -> bool:
     known = c.count and not c.said and not c.bracketed
-    return bool(rule.kind and known and all(text[0] + text[-1] in BRACKETS for text in c.distinct))
+    return bool(
+        rule.kind not in ("", "vector") and known and all(text[0] + text[-1] in BRACKETS for text in c.distinct)
+    )
 
 
 def _has_pointed_ids(c: Column, rule: Rule) -> bool:

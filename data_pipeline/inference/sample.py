@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cowrec.errors import UserError
 
@@ -21,6 +22,7 @@ from ..raw.reading import look, naming_file, open_groups
 from ..raw.text import BYTE_ORDER_MARK, RawText
 from ..raw.validity import require_offsets
 from ..raw.values import LOOKS_MISSING, NUMBER_PATTERN, as_id_text, plain_array
+from .columns import VECTORS
 from .names import ID_NAME, LABEL_NAMES, TIME_NAME
 
 SAMPLE_BYTES = 8 << 20
@@ -41,7 +43,8 @@ class RawSample:
         rows: values as text, empty where null; None for a list.
         delimiter, quote, header: as in a schema file; of Parquet and Arrow files the defaults.
         notes: what is unsure.
-        types: what the types of columns say: "time", "id", a kind of lists, or a type that has neither numbers nor ids.
+        types: what the types of columns say: "time", "id", a kind of lists, `VECTORS` with a width, or a type that has
+            neither numbers nor ids.
         path: the file, the first one of a folder.
         whole: True if these are all rows of the only file.
         partition: further columns that the folders of all files give, with a value of each file, see `partition_of`.
@@ -90,7 +93,8 @@ def _table_sample(source: Source, types: pa.Schema, label: str) -> RawSample:
                 break
     table = flattened(pa.Table.from_batches(batches, batches[0].schema if batches else types)).slice(0, SAMPLE_ROWS)
     columns = [_texts(column) for column in table.columns]
-    said = {each.name: _said(each.type) for each in types}
+    values = dict(zip(table.column_names, table.columns, strict=True))
+    said = {each.name: _said(each.type, values[each.name]) for each in types}
     # Text beside numbers is no number. Where no field is one, whoever wrote the file may have kept no types.
     of_fields = [each.type for each in types if each.name != label and each.name.lower() not in LABEL_NAMES]
     keeps_types = any(map(_is_number, of_fields))
@@ -110,7 +114,7 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
-def _said(kind: pa.DataType) -> str:
+def _said(kind: pa.DataType, values: pa.ChunkedArray) -> str:
     """What a type says of its values, see `RawSample`; "" if only these do."""
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return "time"
@@ -121,8 +125,21 @@ def _said(kind: pa.DataType) -> str:
         if {"id", "weight"} <= types.keys() and _are_ids(types["id"]) and _is_number(types["weight"]):
             return "weighted"
         if not types and _are_ids(kind.value_type):
-            return "multi"
+            return _said_of_floats(kind, values) if pa.types.is_floating(kind.value_type) else "multi"
     return "" if _are_ids(kind) else f"values of the type {kind}, which are not read"
+
+
+def _said_of_floats(kind: pa.DataType, values: pa.ChunkedArray) -> str:
+    """What lists of floats are: ids if all are whole, and otherwise vectors if all have one width."""
+    if pa.types.is_fixed_size_list(kind):
+        return f"{VECTORS}{kind.list_size}"
+    numbers = pc.list_flatten(values).cast(pa.float32() if pa.types.is_float16(kind.value_type) else kind.value_type)
+    if pc.all(pc.equal(pc.floor(numbers), numbers)).as_py() is not False:
+        return "multi"
+    widths = {*pc.list_value_length(values).drop_null().unique().to_pylist()} - {0}
+    return (
+        f"{VECTORS}{widths.pop()}" if len(widths) == 1 else "lists of different numbers of floats, which are not read"
+    )
 
 
 def _are_ids(kind: pa.DataType) -> bool:
@@ -216,7 +233,8 @@ def _said_by(values: Sequence[Any]) -> str:
     if not types & {list, dict}:
         return "text"
     try:
-        return _said(pa.array([each for each in values if each]).type)
+        found = pa.array([each for each in values if each])
+        return _said(found.type, pa.chunked_array([found]))
     except pa.ArrowInvalid:
         of_scalars = all(
             not isinstance(item, (list, dict)) for each in values if isinstance(each, list) for item in each

@@ -35,6 +35,8 @@ from .values import (
 )
 
 LONGEST_QUOTED_VALUE = 60
+AROUND_VECTORS = "[](){} \t"
+"""What may stand around the numbers of a vector in text."""
 WEIGHTLESS = "weightless"
 """Samples to predict whose weight is missing or wrong."""
 NEGATIVE = "negative: "
@@ -91,6 +93,40 @@ class SampleColumns:
                 self.fail(wrong & mask(is_marker(column).fill_null(False)), name, column, f"{rule}; {hint}")
         self.fail(wrong, name, column, rule)
         return without_marker_numbers(values, null)
+
+    def vectors(self, name: str, width: int, separator: str, null: Collection[str] = ()) -> np.ndarray:
+        """Returns the numbers of vectors, float64 [width, R], NaN where a vector is missing or wrong.
+
+        Args:
+            name: column of lists, or of text in which the numbers are joined by `separator`, in brackets or not.
+            width: numbers of each vector; one of another width, or with a number that is not finite, is a problem.
+            null: texts that mean a missing vector, as the empty text and an empty list do.
+        """
+        column = lists = self.arrays[name]
+        missing = mask(column.is_null())
+        if is_text(column.type):
+            if not separator:
+                raise UserError(f"column {name!r} is text, so its vectors need a separator")
+            text = pc.utf8_trim(without_markers(column.cast(pa.string()).fill_null(""), null), AROUND_VECTORS)
+            missing = mask(pc.equal(text, ""))
+            lists = pc.utf8_split_whitespace(text) if separator.isspace() else pc.split_pattern(text, separator)
+        elif pa.types.is_null(column.type):
+            lists = column.cast(pa.list_(pa.float64()))
+        if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
+            raise wrong_type(name, column.type, "lists of numbers or their joined text")
+        lengths = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
+        items = plain_array(lists.flatten())
+        found = as_floats(pc.utf8_trim_whitespace(items) if is_text(items.type) else items)
+        if found is None:
+            raise wrong_type(name, column.type, "lists of numbers or their joined text")
+        missing = missing | (lengths == 0)
+        right = ~missing & (lengths == width)
+        vectors = np.full((len(lengths), width), np.nan)
+        vectors[right] = found[0][np.repeat(right, lengths)].reshape(-1, width)
+        right[right] = np.isfinite(vectors[right]).all(axis=1)
+        vectors[~right] = np.nan
+        self.fail(~(right | missing), name, column, f"must be a list of {width} finite numbers or null")
+        return vectors.T
 
     def labels(self, label: RawLabel, *, required: bool) -> np.ndarray:
         """Returns float32 [R]: 0, 1, a rate between, or NaN where wrong or missing.
@@ -320,6 +356,18 @@ def number_value(value: Any, kind: ValueType) -> float | None:
     except OverflowError:
         return float("inf")
     return None if number in kind.null_numbers else number
+
+
+def vector_value(value: Any, kind: ValueType) -> list[float | None] | None:
+    if isinstance(value, str):
+        text = "" if value in kind.null else value.strip(AROUND_VECTORS)
+        value = text.split(None if kind.separator.isspace() else kind.separator or None) if text else []
+        if len(value) > 1 and not kind.separator:
+            raise WrongValue
+        value = [each.strip() for each in value]
+    if not isinstance(value, list):
+        raise WrongValue
+    return [number_value(each, UNMARKED) for each in value] or None
 
 
 def time_value(value: Any, kind: ValueType) -> float | str | None:

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 
 from ..dataset.schema import MISSING
-from .columns import UNMARKED, SampleColumns, ValueType, id_value, label_value, number_value, time_value
+from .columns import UNMARKED, SampleColumns, ValueType, id_value, label_value, number_value, time_value, vector_value
 from .layouts import Layout, RawField
 from .lists import MARKER, PAIR, ListColumns, ids_value, pairs_value
 
-ValueKind = Literal["number", "time", "label", "id", "ids", "weighted"]
+ValueKind = Literal["number", "vector", "time", "label", "id", "ids", "weighted"]
 
 
 class Kind(NamedTuple):
@@ -38,6 +38,7 @@ class Kind(NamedTuple):
 KINDS: Mapping[ValueKind, Kind] = {
     "number": Kind(pa.float64(), "must be a number or null", number_value),
     "time": Kind(pa.float64(), "must be Unix seconds or ISO 8601 text", time_value),
+    "vector": Kind(pa.list_(pa.float64()), "must be a list of numbers, their joined text, or null", vector_value),
     "label": Kind(pa.string(), "must be true, false, a number or a string", label_value),
     "id": Kind(pa.string(), "must be a string, a number, true, false or null", id_value),
     "ids": Kind(
@@ -54,6 +55,7 @@ KINDS: Mapping[ValueKind, Kind] = {
 }
 OF_FIELDS: Mapping[str, ValueKind] = {
     "numeric": "number",
+    "vector": "vector",
     "categorical": "id",
     "multi": "ids",
     "sequence": "ids",
@@ -99,7 +101,7 @@ class RawType:
             return None
         if isinstance(value, str):
             is_joined = self.values.separator or self.values.brackets
-            return self.arrow if kind in ("ids", "weighted") and not is_joined else pa.string()
+            return self.arrow if kind in ("vector", "ids", "weighted") and not is_joined else pa.string()
         if kind == "label":
             return pa.bool_() if isinstance(value, bool) else pa.int64() if isinstance(value, int) else pa.float64()
         if kind == "id" and isinstance(value, int):
@@ -181,6 +183,9 @@ def read_fields(
     for field in ordered:
         if field.kind == "numeric":
             numbers[field.name] = columns.numbers(field.column, field.null)
+        elif field.kind == "vector":
+            vectors = columns.vectors(field.column, field.width, field.separator, field.null)
+            numbers |= dict(zip(field.numbers, vectors, strict=True))
         elif tables and field.name in tables:
             ids[field.name] = pa.array(columns.row_numbers(field.column, MISSING, tables[field.name]))
         elif field.part:

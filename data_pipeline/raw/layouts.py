@@ -133,8 +133,8 @@ class RawLabel:
         return np.where(missing | wrong, np.nan, positive).astype(np.float32), wrong
 
 
-RawKind = Literal["numeric", "categorical", "multi", "sequence", "weighted"]
-NUMBER_KINDS = ("numeric",)
+RawKind = Literal["numeric", "vector", "categorical", "multi", "sequence", "weighted"]
+NUMBER_KINDS = ("numeric", "vector")
 """Kinds of fields that hold numbers; the others hold ids."""
 LayoutName = Literal["criteo", "avazu", "tabular"]
 
@@ -145,16 +145,19 @@ class RawField:
 
     Attributes:
         name: name of the feature.
-        kind: "numeric" (one number), "categorical" (one id), "multi" (a list, or ids joined by `separator`), "sequence"
-            (the same, oldest first, whose order counts) or "weighted" (a list of {id, weight} or a map from id to
-            weight, or the joined text, each id followed by `weight_separator` and its weight).
+        kind: "numeric" (one number), "vector" (a list of `width` numbers, such as a pretrained embedding, or their text
+            joined by `separator`, in brackets or not), "categorical" (one id), "multi" (a list, or ids joined by
+            `separator`), "sequence" (the same, oldest first, whose order counts) or "weighted" (a list of {id, weight}
+            or a map from id to weight, or the joined text, each id followed by `weight_separator` and its weight).
         column: raw column; the name by default.
-        separator, weight_separator: for list kinds, where the column is text; items are trimmed.
+        width: for vectors, the numbers of each.
+        separator, weight_separator: for list kinds and vectors, where the column is text; items are trimmed.
         brackets: True for list kinds whose text is a list in brackets, see `brackets`, in place of the separators.
         pooling: "sum" or "mean", for multi and weighted only; "mean" by default for multi, always "sum" for weighted.
         null: texts that mean a missing value, as the empty text always does: whole values, and the ids of lists. In
             numeric fields, a number means that number in any notation. By default those of the file.
-        transform: for numbers; as `dense` of `[prepare]`, for this field. Empty means the value of `[prepare]`.
+        transform: for numbers; as `dense` of `[prepare]`, for this field. Empty means the value of `[prepare]`. For
+            vectors "none", the default, or "minmax", of each number by itself.
         min_count, max_ids: for ids; as in `[prepare]`, for this field. 0 means the value of `[prepare]`. `min_count`
             does nothing with `raw_ids` and `hash_buckets`, which keep no vocabulary.
         max_length: for sequences, the number of ids of which the last ones are kept.
@@ -169,6 +172,7 @@ class RawField:
     name: str
     kind: RawKind
     column: str = ""
+    width: int = 0
     separator: str = ""
     weight_separator: str = ""
     brackets: bool = False
@@ -193,8 +197,14 @@ class RawField:
         if self.kind not in get_args(RawKind):
             raise UserError(f"{where}: kind must be one of {', '.join(get_args(RawKind))}, got {self.kind!r}")
         is_list, weighted = self.kind in ("multi", "sequence", "weighted"), self.kind == "weighted"
-        if self.separator and not is_list:
-            raise UserError(f"{where}: separator is for list kinds only")
+        is_vector = self.kind == "vector"
+        if self.width < 0 or (self.width > 0) != is_vector:
+            raise UserError(
+                f"{where}: width must be at least 1 for the kind vector, which needs it, and is for that kind only; got"
+                f" {self.width} ({self.kind})"
+            )
+        if self.separator and not (is_list or is_vector):
+            raise UserError(f"{where}: separator is for list kinds and vectors only")
         if self.brackets and (not is_list or self.separator or self.weight_separator):
             raise UserError(f"{where}: brackets is for list kinds only, and takes the place of separators")
         if self.weight_separator and not weighted:
@@ -205,9 +215,10 @@ class RawField:
             raise UserError(f"{where}: pooling must be sum or mean (weighted: sum), got {self.pooling!r}")
         if self.pooling and self.kind not in ("multi", "weighted"):
             raise UserError(f"{where}: pooling is for the kinds multi and weighted")
-        if self.transform not in ("", *get_args(DenseTransform)) or (self.transform and self.kind != "numeric"):
-            choices = ", ".join(get_args(DenseTransform))
-            raise UserError(f"{where}: transform must be one of {choices}, for numeric fields; got {self.transform!r}")
+        transforms = ("none", "minmax") if is_vector else get_args(DenseTransform)
+        if self.transform not in ("", *transforms) or (self.transform and not self.numbers):
+            kind, choices = self.kind if self.numbers else "numeric", ", ".join(transforms)
+            raise UserError(f"{where}: transform must be one of {choices}, for {kind} fields; got {self.transform!r}")
         for name in ("min_count", "max_ids"):
             value = getattr(self, name)
             if value < 0 or (value and self.numbers):
@@ -235,12 +246,16 @@ class RawField:
         object.__setattr__(self, "null", tuple(text for text in self.null if text))
         if self.part or self.age:
             _ = self.time  # is checked
+        if is_vector and not self.transform:
+            object.__setattr__(self, "transform", "none")
         if self.kind in ("multi", "weighted") and not self.pooling:
             object.__setattr__(self, "pooling", "mean" if self.kind == "multi" else "sum")
 
     @property
     def numbers(self) -> tuple[str, ...]:
         """Names of the numbers that a sample has in the field; none if it has ids."""
+        if self.kind == "vector":
+            return tuple(f"{self.name}[{element}]" for element in range(self.width))
         return (self.name,) if self.kind in NUMBER_KINDS else ()
 
     @property
@@ -333,6 +348,7 @@ class Layout:
         if len(self.labels) > 1:
             taken |= {LABEL_PREFIX + label.name: f"the label {label.name!r}" for label in self.labels}
         for each in (each for each in self.fields if each.numbers):
+            taken |= {number: f"a number of field {each.name!r}" for number in each.numbers if number != each.name}
             if (each.transform or dense) == "buckets":
                 taken[each.name + BUCKET_SUFFIX] = f"the buckets of field {each.name!r}"
             if (each.transform or dense) == "quantile":
@@ -492,9 +508,15 @@ AVAZU = Layout(
 
 
 _FIELD_TYPES = {
-    each.name: {"null": tuple, "min_count": int, "max_ids": int, "max_length": int, "age": bool, "brackets": bool}.get(
-        each.name, str
-    )
+    each.name: {
+        "null": tuple,
+        "width": int,
+        "min_count": int,
+        "max_ids": int,
+        "max_length": int,
+        "age": bool,
+        "brackets": bool,
+    }.get(each.name, str)
     for each in dataclasses.fields(RawField)
 }
 """Types of the keys of a field in TOML; a tuple stands for a list of strings or numbers."""
@@ -525,14 +547,16 @@ def load_schema_file(path: str | os.PathLike[str]) -> Layout:
         null = ["NA", '\\N']             # texts that mean a missing value in every field; default: the empty value only
         [[fields]]
         name = "genres"
-        kind = "multi"                   # numeric | categorical | multi | sequence | weighted
+        kind = "multi"                   # numeric | vector | categorical | multi | sequence | weighted
         column = "movie genres"          # by default the name
-        separator = "|"                  # multi, sequence and weighted, where the column is text
+        width = 64                       # vector, which needs it: the numbers of each
+        separator = "|"                  # vector, multi, sequence and weighted, where the column is text
         weight_separator = ":"           # weighted, where the column is text
         brackets = true                  # instead of separators: text such as ["a", "b"], ['a', 'b'], {a,b}, {"a": 0.5}
         pooling = "mean"                 # multi: mean (default) or sum
         null = ["-1"]                    # for this field instead of the file's
-        transform = "log"                # numeric: quantile (default), minmax, log, buckets or none
+        transform = "log"                # numeric: quantile (default), minmax, log, buckets or none; vector: none
+                                         # (default) or minmax
         min_count = 5                    # ids: seen less often than this in training, they share one row
         max_ids = "64K"                  # ids: only so many, the most frequent ones, have their own row
         max_length = 50                  # sequence, which needs it: the last ids, of which so many are kept

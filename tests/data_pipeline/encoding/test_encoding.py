@@ -15,6 +15,7 @@ from cowrec.data_pipeline import PrepareConfig, SampleCodec, Schema
 from cowrec.data_pipeline.encoding.numbers import MOST_VALUES, NumberStatistics, Transforms, ValueCounts, fitted
 from cowrec.data_pipeline.encoding.vocabulary import StringTable, VocabularyCounter, counted_values
 from cowrec.data_pipeline.hashing import string_buffers
+from cowrec.data_pipeline.raw.layouts import RawField
 from raw_cases import prepare_text, read_split
 from refusal import refused
 
@@ -69,7 +70,7 @@ def test_the_quantile_transform_gives_normal_scores(values):
     present = column[~np.isnan(column)]
     statistics = NumberStatistics()
     statistics.add(column)
-    field, *others = fitted("x", "quantile", statistics)
+    field, *others = fitted(RawField("x", "numeric"), "quantile", {"x": statistics})
     assert [each.name for each in others] == ["x_missing"] * (0 < len(present) < len(column))
     for each in others:
         np.testing.assert_array_equal(transformed(each, column), np.isnan(column))

@@ -506,6 +506,8 @@ def test_remarks_on_times_and_quotes_as_other_programs_write_them(tmp_path: Path
 
 
 RULE_EXAMPLES = {
+    "vectors": Column("a", [None], "vectors of width 8"),
+    "joined numbers": Column("a", ["[0.5, 1]", "[-2, 3e-1]", ""]),
     "lists": Column("a", [None], "multi"),
     "weighted lists": Column("a", [None], "weighted"),
     "type that is not read": Column("a", [None], "values of the type time32[s], which are not read"),
