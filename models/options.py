@@ -34,14 +34,18 @@ def checked_options(
         ValueError: an unknown or missing option, or a value of another type than its annotation says.
     """
     parameters = list(inspect.signature(function).parameters.values())
-    positional = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [parameter for parameter in parameters if parameter.kind in by_position]
     known = [
         *positional[first:],
         *(parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY),
     ]
     options = {parameter.name: parameter for parameter in known if parameter.name != reserved}
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    types = _annotations(function)
+    try:
+        types = get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
+    except NameError:  # a name that is imported for type checkers only
+        types = {}
     checked = {}
     for key, value in given.items():
         if key not in options and not takes_any:
@@ -54,16 +58,6 @@ def checked_options(
         if option.default is inspect.Parameter.empty and name not in given:
             raise UserError(f"{owner} needs {table}.{name}, which has no default; set it")
     return checked
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
-    except NameError:  # a name that is imported for type checkers only
-        return {}
 
 
 def _converted(value: Any, kind: Any, key: str) -> Any:

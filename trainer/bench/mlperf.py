@@ -106,7 +106,10 @@ def build_mlperf(config: RunConfig, rows: Sequence[int], process: Process) -> Di
     """Builds the network with its loss and shards it as :func:`build_sharded` shards the model of a run."""
     set_product_precision(config.train.precision, process.device)
     torch.manual_seed(config.train.seed)
-    tables = _tables(rows)
+    tables = [
+        EmbeddingBagConfig(name=key, embedding_dim=EMBEDDING_DIM, num_embeddings=count, feature_names=[key])
+        for key, count in zip(_keys(rows), rows, strict=True)
+    ]
     collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     network = ClickDCN(collection, DENSE_FEATURES, BOTTOM_MLP, TOP_MLP, CROSS_LAYERS, CROSS_RANK)
     plan = RunPlan.of(config, Schema("mlperf", (), (), {}), process, bags=tables)
@@ -145,13 +148,6 @@ def mlperf_bytes_per_sample(batch: Batch) -> float:
     width, features = 4 * EMBEDDING_DIM, batch.sparse.to_dict().values()
     distinct = sum(feature.values().unique().numel() for feature in features) / batch.label.numel()
     return float(4 * sum(IDS_PER_SAMPLE) + 4 * width * len(features) + (3 * width + 8) * distinct)
-
-
-def _tables(rows: Sequence[int]) -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(name=key, embedding_dim=EMBEDDING_DIM, num_embeddings=count, feature_names=[key])
-        for key, count in zip(_keys(rows), rows, strict=True)
-    ]
 
 
 def _keys(tables: Sequence[object]) -> list[str]:

@@ -81,15 +81,10 @@ class Bag(NamedTuple):
 
 
 @njit
-def _home_slot(identifier, field, mask):
-    return np.int64(id_hash(identifier, field) & np.uint64(mask))
-
-
-@njit
 def slot_of(slots, identifier, field):
     """Slot of an id, or the empty one in which it belongs."""
     mask = len(slots) - 1
-    slot = _home_slot(identifier, field, mask)
+    slot = np.int64(id_hash(identifier, field) & np.uint64(mask))
     while slots[slot, 1] != EMPTY and (slots[slot, 0] != identifier or slots[slot, 1] >> _FIELD_SHIFT != field):
         slot = (slot + 1) & mask
     return slot

@@ -65,7 +65,8 @@ def serve(
     health = None if health_port is None else _listen(host, health_port, "--health-port")
     if health:
         logger.info("listening on %s: GET /livez, /readyz, /metrics", _shown(health))
-    _allow_open_files(service.limits.connections + 512)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is an open file
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(service.limits.connections + 512, hard)), hard))
     # Batches are small, and torch's threads would wait for cores that are busy with the HTTP of other requests.
     torch.set_num_threads(1)
     with _health_server(service, health) if health else nullcontext():
@@ -262,12 +263,6 @@ def _health_server(service: Service, listener: socket.socket) -> Iterator[None]:
 def _shown(listener: socket.socket) -> str:
     address, port = listener.getsockname()[:2]
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-
-
-def _allow_open_files(count: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < count:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, hard), hard))
 
 
 def _listen(host: str, port: int, flag: str = "--port") -> socket.socket:

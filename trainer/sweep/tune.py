@@ -155,7 +155,8 @@ def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials
             study.tell(trial, value, state=TrialState.PRUNED if value is None else TrialState.COMPLETE)
             runs.add({"trial": number, "batch_size": search.batch_size, **values, **line})
             runs.remove_checkpoints(f"trial-{number}")  # after its line: half of them would fail the trial for ever
-            say(f"{line['state']}{_in_short(line)}  {line['seconds']:.0f} s")
+            result = f": {line['error']}" if "error" in line else f"  validation{_quality(line)}"
+            say(f"{line['state']}{result}  {line['seconds']:.0f} s")
         best = next(iter(ranked(runs.lines, search.metric)), None)
         if best:
             comment = _comment(runs.lines, best, search, shared, ranges)
@@ -322,10 +323,6 @@ def _comment(
         f"by the validation {search.metric}, on {samples}:{_quality(best)}\n"
         f"of at most {shared.train.epochs}; searched {searched}; seed {search.seed}; commit {best['git_commit']}"
     )
-
-
-def _in_short(line: dict[str, Any]) -> str:
-    return f": {line['error']}" if "error" in line else f"  validation{_quality(line)}"
 
 
 def _quality(line: Mapping[str, Any]) -> str:

@@ -31,8 +31,7 @@ from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.sweep.results import plot_sweep, sweep_table, tune_table
 from cowrec.trainer.sweep.runs import Runs
 from cowrec.trainer.sweep.sweep import COMPETITORS, Grid, _in_short, clip_remark, default_rules, sweep
-from cowrec.trainer.sweep.tune import Outcome, Search, hints, study_of, tune
-from cowrec.trainer.sweep.tune import _in_short as _tune_in_short
+from cowrec.trainer.sweep.tune import Outcome, Search, _quality, hints, study_of, tune
 from refusal import refused
 from trained_runs import data_folder
 from trainer_cases import config_file, make_data
@@ -551,7 +550,7 @@ def test_a_study_has_the_rates_of_its_own_batch_size(
 
 def test_validation_samples_of_one_class_have_no_auc(found: Outcome) -> None:
     line = {**found.lines[0], "validation_auc": None}
-    assert f"logloss {line['validation_logloss']:.5f}  AUC -  epoch" in _tune_in_short(line)
+    assert f"logloss {line['validation_logloss']:.5f}  AUC -  epoch" in _quality(line)
     assert row(tune_table([line], "logloss"), "trial", "1")[-2] == "-"
 
 
