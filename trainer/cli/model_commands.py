@@ -127,7 +127,7 @@ def evaluate(
     with _data_of(run_dir, data, inputs, overrides, keep=keep) as folder:
         quality = evaluate_run(run_dir, folder, split, by=groups, top=top, importance=importance, checkpoint=checkpoint)
     if launched_rank() == 0:
-        print(quality_tables(quality) if sys.stdout.isatty() and not as_json else to_json(quality))
+        print(quality_tables(quality) if sys.stdout.isatty() and not as_json else to_json(quality, indent=2))
 
 
 @app.command(cls=InputsCommand)

@@ -246,11 +246,12 @@ def largest_batch(samples: int, epochs: int, most: int = 1 << 62) -> int:
     return size
 
 
-def few_steps_warning(config: RunConfig, samples: int, steps: int) -> str:
+def few_steps_warning(config: RunConfig, samples: int, steps: int, *, validated: bool = False) -> str:
     """A warning, with the remedy, of a run with fewer than FEW_STEPS steps; "" for others.
 
     Args:
         samples: that are trained on in an epoch.
+        validated: whether there are validation samples.
     """
     epochs, size = config.train.epochs, config.train.batch_size
     if steps >= FEW_STEPS:
@@ -258,11 +259,12 @@ def few_steps_warning(config: RunConfig, samples: int, steps: int) -> str:
     smaller = largest_batch(samples, epochs)
     is_enough = -(-samples // smaller) * epochs >= FEW_STEPS
     remedy = f"train.batch_size to {smaller}, or " if is_enough else ""
+    hold_out = "" if validated else "train.validation_fraction = 0.1, "
     return (
         f"warning: the run has {steps} steps, below {FEW_STEPS}: too few for train.batch_size = {size} to reach what"
         f" {'a smaller batch does' if is_enough else 'more steps would'}; set {remedy}train.epochs to"
-        f" {-(-FEW_STEPS // -(-samples // size))} together with train.validation_fraction, train.patience and"
-        " checkpoint.keep_best, since more epochs may learn rare ids by heart"
+        f" {-(-FEW_STEPS // -(-samples // size))} together with {hold_out}train.patience = 1 and"
+        ' checkpoint.keep_best = "logloss", since more epochs may learn rare ids by heart'
     )
 
 

@@ -19,26 +19,15 @@ HARDLY_ANY = 1e-4
 """Share of clipped rows below which the clip counts as without effect."""
 
 
-_REMEDY = (
-    "set that to save its cost, or, where later epochs overfit, lower the limits (clip.r, or clip.max_norm) tenfold or"
-    " more until the clip takes effect, and keep what the validation samples prefer"
-)
-
-
 def clip_remark(statistics: Mapping[str, Any] | None) -> str | None:
     """A sentence for a run whose clip had no effect, or almost none; None for others, and without a clip."""
     if not statistics or not statistics["rows"] or statistics["clipped_share"] >= HARDLY_ANY:
         return None
-    rows, clipped, distance = statistics["rows"], statistics["clipped_share"], statistics["limit_to_norm"]
-    typical = f", and the limit of the typical row is {distance:.3g} times its gradient norm" if distance < inf else ""
-    if clipped == 0:
-        return (
-            f"the clip never took effect: none of {rows:,} row updates was clipped{typical};"
-            f' the results are those of clip.rule = "none"; {_REMEDY}'
-        )
+    share = f"{100 * statistics['clipped_share']:.2g}"
+    effect = "no effect" if statistics["clipped_share"] == 0 else "almost no effect"
     return (
-        f"the clip had almost no effect: {100 * clipped:.2g} % of {rows:,} row updates were clipped{typical};"
-        f' expect the results of clip.rule = "none"; {_REMEDY}'
+        f"the clip had {effect}: {share} % of {statistics['rows']:,} row updates were clipped; lower clip.r or"
+        ' clip.max_norm tenfold against overfitting, or set clip.rule = "none" to save its cost'
     )
 
 

@@ -174,10 +174,11 @@ def auc_remark(values: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) -
     best = max(epochs, key=lambda each: -1.0 if math.isnan(each[key]) else float(each[key]))
     if not best[key] - values[key] > WORSE:
         return None
+    hold_out = "train.validation_fraction = 0.1, " if key == "auc" else ""
     return (
-        f"AUC was {best[key]:.4f} after epoch {best['epoch']}, and is {values[key]:.4f} now: later epochs"
-        f" probably learn the training samples by heart; set train.epochs = {best['epoch']}, or hold out samples and"
-        ' stop early: train.validation_fraction = 0.1, train.patience = 1, checkpoint.keep_best = "auc"'
+        f"AUC was {best[key]:.4f} after epoch {best['epoch']}, and is {values[key]:.4f} now: later epochs probably"
+        f" learn the training samples by heart; set train.epochs = {best['epoch']}, or stop early: {hold_out}"
+        'train.patience = 1, checkpoint.keep_best = "auc"'
     )
 
 

@@ -1,5 +1,6 @@
 """What a run says of itself: its summary before the first step, and the report after the last one."""
 
+from collections.abc import Mapping
 from math import nan
 from typing import Any
 
@@ -27,15 +28,14 @@ def settings_summary(run: ActiveRun) -> str:
     """Scaling, clip, derived rates and sharding, for the terminal; on CUDA also why steps are not captured."""
     config, derived, why = run.config, run.plan.scaled.hyperparameters, run.state.why_not_captured
     uncaptured = f"\nsteps are not captured as a CUDA graph: {why}" if why and run.process.device.type == "cuda" else ""
-    beta1, beta2 = derived.betas
     decays = (("weight decay", derived.weight_decay), ("dense weight decay", derived.dense_weight_decay))
     decay = "".join(f", {name} {value:g}" for name, value in decays if value)
     falls = run.plan.schedule.decay
     decay += f", lr decay {falls}" if falls != "none" else ""
     return (
         f"scaling {config.optimizer.scaling}, clip {config.clip.rule}: embedding lr {derived.embedding_lr:g}, dense lr"
-        f" {derived.dense_lr:g}, l2 {derived.l2:g}{decay}, betas {beta1:g} and {beta2:g}, eps {derived.eps:g}"
-        f"{uncaptured}" + (f"\n{sharding_line(run.sharding)}" if run.process.world_size > 1 else "")
+        f" {derived.dense_lr:g}, l2 {derived.l2:g}{decay}{uncaptured}"
+        + (f"\n{sharding_line(run.sharding)}" if run.process.world_size > 1 else "")
     )
 
 
@@ -53,6 +53,12 @@ def epochs_report(run: ActiveRun, epochs: list[EpochEnd], speed: Speed, quality:
         "epochs": epochs,
         **shared_report(run),
     }
+
+
+def remarks(report: Mapping[str, Any]) -> list[str]:
+    """The remarks of a report that ask for a change. Without effect, the clip is worth one where epochs overfit."""
+    shown = [report["auc_remark"], report["clip_remark"] if report["auc_remark"] else None]
+    return [each for each in (*shown, report["calibration_remark"]) if each]
 
 
 def shared_report(run: ActiveRun) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from .active_run import ActiveRun, require_run_dir
 from .dataloading import Readers, even_slice, keep_resident, training_readers
 from .epochs import AfterEpoch, EpochEnd, Epochs, Speed
 from .evaluation import Stopped, evaluate
-from .report import epochs_report, epochs_summary
+from .report import epochs_report, epochs_summary, remarks
 from .state import Step
 from .warm_start import warm_start
 
@@ -133,7 +133,9 @@ class Trainer:
     def introduce(self) -> None:
         """Describes the run, and warns of settings without the effect that they promise."""
         self.run.say(epochs_summary(self.run, self.readers))
-        if warning := few_steps_warning(self.config, self.plan.train_rows, self.plan.steps):
+        if warning := few_steps_warning(
+            self.config, self.plan.train_rows, self.plan.steps, validated=self.readers.validation is not None
+        ):
             self.run.warn(warning)
         if any(spec.ids.kind == "collisionless" and spec.ids.window for spec in self.plan.tables):
             self.run.warn(
@@ -229,10 +231,11 @@ class Trainer:
         self.run.say(f"epoch {epochs.epoch}/{self.config.train.epochs}  step {steps}  {text}")
         if metric := epochs.undefined_metric():
             names = "the test split" if measured is self.readers.test else "the validation samples"
+            another = ", as by another train.validation_fraction," if self.config.train.validation_fraction else ""
             self.run.warn(
                 f"warning: checkpoint.keep_best and train.patience go by {metric}, which {names} leave undefined; while"
                 " it is, no epoch is the best one and none ends training early. Measure samples with known labels of"
-                ' both classes, as by another train.validation_fraction, or let keep_best be "logloss" for those of one'
+                f' both classes{another} or set checkpoint.keep_best = "logloss" for those of one'
             )
 
     def measure(self, reader: Reader) -> tuple[dict[str, Any], str]:
@@ -289,6 +292,6 @@ class Trainer:
     def report(self, quality: dict[str, Any]) -> dict[str, Any]:
         """Summarizes the run, whose quality is given, and shows the remarks about it."""
         report = epochs_report(self.run, self.epochs.ends, self.speed, quality)
-        for remark in filter(None, (report[each] for each in ("auc_remark", "clip_remark", "calibration_remark"))):
+        for remark in remarks(report):
             self.run.say(remark)
         return report

@@ -10,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cowrec.sparse_opt import TableStats
-from cowrec.trainer.measures.clip_metrics import _REMEDY, ClipWatch, clip_remark
+from cowrec.trainer.measures.clip_metrics import ClipWatch, clip_remark
 from cowrec.trainer.runtime.processes import Process
 from trained_runs import metrics, report_of, run
 from trainer_cases import COLUMNS, TRAIN_ROWS, config_file, make_data
@@ -62,7 +62,7 @@ def test_limit_to_norm_doubles_with_the_limit(folder: Path, tmp_path: Path, data
     assert found[1e-4][0]["clipped_share"] == 1
     assert found[1e9][0]["clipped_share"] == 0
     assert report["clip_statistics"]["clipped_share"] == 0
-    assert report["clip_remark"].startswith("the clip never took effect: none of ")
+    assert report["clip_remark"].startswith("the clip had no effect: 0 % of ")
     for line in (*found[1.0], *found[2.0]):
         for field in line["fields"].values():
             # More than half of the rows exceed their limit exactly if the median row does.
@@ -94,13 +94,10 @@ def test_remark_on_a_clip_without_effect() -> None:
     def remark(clipped: float, distance: float, rows: int = 20_000) -> str | None:
         return clip_remark({"rows": rows, "clipped_share": clipped, "limit_to_norm": distance})
 
-    never = "the clip never took effect: none of 20,000 row updates was clipped"
-    typical = ", and the limit of the typical row is 41.2 times its gradient norm"
-    assert remark(0.0, 41.2) == f'{never}{typical}; the results are those of clip.rule = "none"; {_REMEDY}'
-    assert remark(0.0, np.inf) == f'{never}; the results are those of clip.rule = "none"; {_REMEDY}'
-    almost = str(remark(5e-5, 2.0))
-    assert almost.startswith("the clip had almost no effect: 0.005 % of 20,000 row updates were clipped")
-    assert "lower the limits (clip.r, or clip.max_norm) tenfold or more" in almost
+    assert str(remark(0.0, 41.2)).startswith("the clip had no effect: 0 % of 20,000 row updates were clipped; lower")
+    assert str(remark(5e-5, 2.0)).startswith(
+        "the clip had almost no effect: 0.005 % of 20,000 row updates were clipped"
+    )
     assert [remark(1e-4, 2.0), remark(1.0, 0.1), remark(np.nan, np.nan, rows=0)] == [None] * 3
 
 
