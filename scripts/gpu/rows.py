@@ -151,6 +151,7 @@ def steps(problem: Problem, kind: str) -> Iterator[int]:
         is_replicated=False,
         num_ranks=1,
         splits_rows=False,
+        raise_bad_id=lambda *_: None,
     )
     ones = torch.ones(layout.tables, device=device)
     clips = TableClips(layout.dim, LIMIT.r * ones, LIMIT.floor * ones, ones.bool())

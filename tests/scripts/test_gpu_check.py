@@ -1,6 +1,5 @@
 """`scripts/gpu_check.sh`: rehearsal, parts that fail, hang or miss a package, and what its checks rest on."""
 
-import fcntl
 import json
 import os
 import subprocess
@@ -100,24 +99,6 @@ def test_a_part_that_misses_a_package_or_fails_costs_only_itself(
     assert gpu_report.outcomes(lines_of(output))["five"]["outcome"] == "not reached"
 
 
-def test_a_timeout_kills_all_processes_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part's child ignores SIGINT, holds a lock while it runs, and would write to the file at its end."""
-    monkeypatch.setattr(gpu_check, "GRACE_SECONDS", 1.0)
-    file = tmp_path / "lock"
-    child = (
-        "import fcntl, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
-        f" file = open({str(file)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX); time.sleep(60); file.write('end')"
-    )
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    ended = gpu_check.run_command([sys.executable, "-c", parent], 5, {})
-    assert ended["timed_out"]
-    assert "KeyboardInterrupt" in ended["output_end"]
-    with file.open("a+") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        opened.seek(0)
-        assert opened.read() == ""
-
-
 def test_speeds_and_targets() -> None:
     """Calculated: 412,565,550 samples take 29.9 s at 9.5 ms per 131,072 and 16.79 minutes at 2.5 ms per 1,024."""
     lines = [
@@ -143,43 +124,3 @@ def test_the_recorded_bits_are_those_of_the_cpu(backend: str) -> None:
     problem = small_problem(torch.device("cpu"))
     bits = json.loads((ROOT / "scripts" / "gpu" / "cpu_bits.json").read_text())
     assert [problem.digest() for _ in steps(problem, backend)] == bits
-
-
-def test_the_first_parts_need_neither_numba_nor_pyarrow() -> None:
-    """Triton's interpreter takes the steps of all of smoke's checks; the other parts' program is imported."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    absent = ["numba", "llvmlite", "pyarrow", "safetensors", "tomli_w", "typer", "pytest", "hypothesis", "iopath"]
-    absent += ["torchrec.models"]  # some versions of it import iopath
-    program = f"""
-import runpy, sys
-sys.modules.update(dict.fromkeys({absent}))
-import scripts.gpu.replay, scripts.gpu.speed
-sys.argv[1:] = ["--device", "cpu", "--batch-size", "4", "--rows", "4"]
-runpy.run_module("scripts.gpu.smoke", run_name="__main__")
-"""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_cpu_build_of_fbgemm_makes_tables_on_cuda_and_runs_the_tests_that_need_no_other(tmp_path: Path) -> None:
-    """The constructor's operator is called on a tensor that is on CUDA by its dispatch keys alone."""
-    if machine.versions([machine.CUDA_BUILD]):
-        pytest.skip("the CUDA build of FBGEMM is installed")
-    program = """
-import torch, scripts.gpu.cpu_build
-class Offsets(torch.Tensor):
-    __torch_dispatch__ = None
-offsets = torch.Tensor._make_wrapper_subclass(Offsets, (5,), dtype=torch.int32, device="cuda:0")
-keys = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in ("Python", "PythonTLSSnapshot")]
-ask = torch.ops.fbgemm.get_infos_metadata
-with torch._C._ExcludeDispatchKeyGuard(keys[0] | keys[1]):
-    print(ask(offsets, 100, 26) == ask(torch.empty(0), 100, 26))
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout == "True\n", done.stderr
-    command = gpu_check.parts(tmp_path, tmp_path, rehearse=False)["tests"].command
-    files = [Path(each).name for each in command if each.endswith(".py")]
-    assert sorted(files) == sorted(gpu_check.TESTS_OF_CPU_BUILD)
-    assert "scripts.gpu.cpu_build" in command
