@@ -17,6 +17,7 @@ from cowrec.data_pipeline import Batch
 from cowrec.models import MODELS, ModelConfig, build_model, l2_kernels, physical_dim
 from history_cases import OF_HISTORIES
 from random_problems.training import set_to
+from tiers import tiered
 
 pytest_plugins = ["one_group"]
 
@@ -79,7 +80,7 @@ def pair(name: str) -> tuple[Training, DistributedModelParallel]:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", tiered(MODELS, ("deepfm", "dcnmix", "dlrm", "din")))
 def test_sharded_equals_unsharded_also_in_a_pipeline(name: str) -> None:
     """Additions after the lookup are the same, except for the matrix library's order; L2 finds the same kernels.
 

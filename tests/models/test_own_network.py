@@ -39,13 +39,7 @@ def net(logits):
 
 Column = net(lambda self, x: (x.flat @ self.kernel)[:, :1])
 Squeezed = net(lambda self, x: (x.flat @ self.kernel)[:, :1].squeeze())
-Pair = net(lambda self, x: (x.wide, x.flat))
-Double = net(lambda self, x: x.wide.double())
 Detached = net(lambda self, x: (x.flat.detach() @ self.kernel).sum(1))
-
-class Lengths(Net):
-    def forward(self, dense, sparse):
-        return sparse.lengths()
 
 class NoFront(Net):
     def __init__(self, config, front):
@@ -55,10 +49,6 @@ class NoFront(Net):
 class Needs(Net):
     def __init__(self, config, front, *, heads: int):
         super().__init__(config, front)
-
-class OneInput(Net):
-    def forward(self, x):
-        return x
 
 class NoInit(nn.Module):
     def forward(self, dense, sparse):
@@ -89,9 +79,7 @@ class OneOfTasks(Tasks):
 class Plain: pass
 
 mean = lambda logits, label: nn.functional.mse_loss(logits, label)
-constant = lambda logits, label: torch.zeros_like(label)
 mean_of_tasks = lambda logits, label: (logits - label).square().mean(1)
-failing = lambda logits, label: logits.nothing
 
 def scaled(logits, label, *, scale: float = 1.0):
     return scale * (logits - label) ** 2
@@ -117,7 +105,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "my_deeper": "def anything(): ...\n",
         "my_broken": "import torch\n\n1 / 0\n",
         "my_import": "import there_is_no_such_package\n",
-        "my_syntax": "def (:\n",
     }.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -159,26 +146,16 @@ def test_of_an_installed_package_only_its_own_files_are_listed() -> None:
     [
         ("my_absent:Net", r"there is no module my_absent .*current folder .*; add the folder that has my_absent.py to"),
         ("my_module.inner:Net", "there is no module my_module.inner"),
-        ("my_module:Nett", r"my_module.py has no Nett; did you mean Net[?]"),
         ("my_module:", 'must be "MODULE:NAME"'),
-        ("my_module.py:Net", r'must be "MODULE:NAME" .*, without .py'),
-        ("code/my_module:Net", r'must be "MODULE:NAME" .*a folder is given by PYTHONPATH'),
-        ("__main__:Net", "cannot import __main__; put Net into a file"),
         ("my_broken:Net", r"importing it failed \(\S*my_broken.py:3\): ZeroDivisionError"),
         ("my_import:Net", r"my_import.py:1\): .*No module named 'there_is_no_such_package'"),
-        ("my_syntax:Net", r"importing it failed: SyntaxError: .*my_syntax.py, line 1"),
         ("my_module:Plain", "is the class Plain, not a subclass of torch.nn.Module"),
-        ("my_module:number", "is of type int, not a subclass"),
         ("my_module:NoInit", r"making it with \(config, front\) failed.*: TypeError: "),
-        ("my_module:OneInput", r"its forward\(dense, sparse\) on 3 samples failed.*: TypeError: "),
         ("my_module:Needs", "needs model.options.heads, which has no default"),
         ("my_module:NoFront", r"does not keep the front .*self.front = front"),
         ("my_module:Column", r"on 3 samples returned \[3, 1\] of torch.float32 .*return logits.squeeze\(1\)"),
         ("my_module:Squeezed", r"on 1 sample returned \[\] .* of one logit for each sample, float32 \[1\]"),
-        ("my_module:Pair", "returned tuple instead"),
-        ("my_module:Double", r"returned \[3\] of torch.float64 instead of one logit for each sample, float32 \[3\]"),
         ("my_module:Detached", "do not depend on the embeddings"),
-        ("my_module:Lengths", r"failed \(\S*my_module.py:\d+\): AttributeError: .*only be passed to self.front"),
     ],
 )
 def test_a_network_that_does_not_work_is_refused(name: str, message: str) -> None:
@@ -201,20 +178,12 @@ def test_a_network_gives_a_sample_without_a_history_a_finite_logit() -> None:
 OPTIONS = [
     ({"widths": 3}, r'"my_module:Net" has no option widths .*did you mean model.options.width[?]'),
     ({"width": "3"}, "model.options.width = '3': input should be a valid integer"),
-    ({"names": [1]}, r"model.options.names = \[1\]: input should be a valid string"),
-    ({"front": 1}, "has no option front"),
 ]
 LOSSES = [
     ("bcee", {}, r'train.loss is "bcee"; did you mean "bce"[?] known: bce, focal'),
-    ("focal", {"gama": 1}, r"did you mean train.loss_options.gamma[?]"),
     ("focal", {"gamma": math.inf}, "train.loss_options.gamma = inf: input should be a finite number"),
-    ("focal", {"gamma": -1}, "train.loss_options.gamma = -1: input should be greater than or equal to 0"),
-    ("focal", {"alpha": 1.0}, "train.loss_options.alpha = 1.0: input should be less than 1"),
     ("my_module:mean", {}, r"returned \[\] for logits .*reduction=\"none\""),
-    ("my_module:constant", {}, "does not depend on the logits"),
-    ("my_module:failing", {}, r"calling it with .* of shape \[3\] failed \(\S*my_module.py:\d+\): AttributeError"),
     ("my_module:number", {}, "is of type int, not a function"),
-    ("my_module:Net", {}, "is of type type, not a function"),
     ("my_module:scaled", {"scales": 2}, r"did you mean train.loss_options.scale[?]"),
 ]
 TASKS = [

@@ -126,8 +126,6 @@ def test_presets_are_the_references() -> None:
     [
         ({"rule": "cowclop"}, "scaling rule must be one of half_life, none, .*got 'cowclop'"),
         ({"embedding": "lion"}, "embedding must be one of adam, adagrad, sgd, got 'lion'"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"base_batch_size": -1}, "base_batch_size must be at least 1, got -1"),
     ],
 )
 def test_refuses(change: dict, message: str) -> None:

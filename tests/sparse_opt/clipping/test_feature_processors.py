@@ -1,6 +1,5 @@
 """Collections whose ids have trained weights, as behind TorchRec's feature processors, equal plain torch in float64."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -148,16 +147,3 @@ def test_a_scaler_finds_an_overflow_in_the_gradients_of_the_positions(sharding: 
         if sharding != "adam":
             for name, value in weights_of(model).items():
                 assert torch.equal(value, before[name]) == overflows
-
-
-@pytest.mark.parametrize("attach", [attach_cowclip, lambda model, rule: EmbeddingAdam(model, AdamConfig(), rule)])
-def test_rebuilt_lookups_are_refused_behind_a_processor(attach: Any) -> None:
-    """TorchRec calls parts of the collection behind a processor, never the collection itself."""
-    model: Any = position_weighted_model("table_wise")
-    attach(model, RULE)
-    ids, target = batches()[0]
-    backward(model, ids, target)
-    inner = model.module["fp"]._embedding_bag_collection
-    inner._lookups[0] = copy.copy(inner._lookups[0])
-    with pytest.raises(RuntimeError, match="were rebuilt after attaching"):
-        backward(model, ids, target)

@@ -198,12 +198,9 @@ def test_results_do_not_depend_on_threads() -> None:
     ("ids", "splits", "times", "message"),
     [
         (np.array([1, 2], np.int32), np.array([0, 2]), None, "ids must be contiguous int64"),
-        (np.array([1, 2, 3, 4])[::2], np.array([0, 2]), None, "contiguous int64"),
         (np.array([1, 2]), np.array([0, 1, 2]), None, r"splits must be int64 \[2\]"),
         (np.array([1, 2]), np.array([0, 1]), None, "splits must rise from 0 to the number of ids, 2"),
-        (np.array([1, 2]), np.array([0, 2]), np.array([1]), r"times must be int64 \[2\]"),
         (np.array([1, 2]), np.array([0, 2]), np.array([1, -1]), "seconds in"),
-        (np.array([1, 2]), np.array([0, 2]), np.array([1, 1 << 32]), "seconds in"),
     ],
 )
 def test_a_wrong_batch_is_rejected(ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None, message: str) -> None:
@@ -215,13 +212,9 @@ def test_a_wrong_batch_is_rejected(ids: np.ndarray, splits: np.ndarray, times: n
     ("make", "message"),
     [
         (lambda: IdTableConfig(0, ("a",)), "capacity"),
-        (lambda: IdTableConfig(5, ()), "1 to 65534 features, got 0"),
         (lambda: IdTableConfig(5, ("a", "a")), "must differ"),
-        (lambda: IdTableConfig(5, ("a",), "newest"), "when_full"),  # type: ignore[arg-type]
         (lambda: IdTableConfig(5, ("a",), expire_after=-1), "expire_after"),
-        (lambda: IdTables({"t": IdTableConfig(5, ("z",))}, ["a"]), "serves feature 'z'"),
         (lambda: IdTables({n: IdTableConfig(5, ("a",)) for n in "tu"}, ["a"]), "list it in one"),
-        (lambda: IdTables({"t": IdTableConfig(1 << 45, ("a",))}, ["a"]), "raise max_segments"),
         (lambda: IdTables({}, ["a"], max_segments=0), "at least as many segments as ranks"),
     ],
 )

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 CALLER = """
 from cowrec.sparse_opt.id_tables.kernels.hashing import scaled
@@ -24,6 +26,7 @@ print(eighth(np.uint64(1 << 31)), sum(eighth.stats.cache_hits.values()))
 """
 
 
+@pytest.mark.thorough
 def test_kernel_is_compiled_again_when_a_function_of_another_file_changes(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     folder = shutil.copytree(ROOT / "sparse_opt", tmp_path / "sparse_opt", ignore=ignored)

@@ -1,6 +1,5 @@
 """Autograd around the lookups: several backward passes, activation checkpointing, and tensors changed in place."""
 
-import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
@@ -124,7 +122,6 @@ AROUND: dict[str, Change] = {
     "activation checkpointing": lambda lookup, x: checkpoint(lookup, x, use_reentrant=False),
     "activations are offloaded": lambda lookup, x: looked_up_in(offloaded(), lookup, x),
     "float64 by default": lambda lookup, x: looked_up_in(default_dtype(torch.float64), lookup, x),
-    "bfloat16 by default": lambda lookup, x: looked_up_in(default_dtype(torch.bfloat16), lookup, x),
 }
 
 
@@ -202,10 +199,7 @@ def test_backwards_of_one_forward_are_warned_of_and_not_accumulated(optimizer: s
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("with_grad", "passes"),
-    [(True, 2), *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((False, 1), (True, 1), (False, 2)))],
-)
+@pytest.mark.parametrize(("with_grad", "passes"), [(True, 2), pytest.param(False, 1, marks=pytest.mark.thorough)])
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_evaluation_in_another_thread_changes_no_bit(optimizer: str, with_grad: bool, passes: int) -> None:
     """A new thread computes gradients unless it is told not to."""
@@ -242,17 +236,3 @@ def test_evaluation_in_another_thread_changes_no_bit(optimizer: str, with_grad: 
         return state_of(model)
 
     assert_equal(train(True), train(False))
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_copies_are_refused(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy is made as by DistributedModelParallel.copy, which takes torch's CUDA build."""
-    monkeypatch.setattr(ProcessGroup, "__deepcopy__", lambda group, _: group, raising=False)
-    model = started(CASE, OPTIMIZERS[optimizer])
-    batch = batches_of(CASE)[0][0]
-    pooled(model, batch)
-    with pytest.raises(RuntimeError, match=r"is a copy of one that is attached.* call remove\(\)"):
-        pooled(copy.deepcopy(model), batch)
-    if optimizer == "replay":  # rows of the copy would stay behind
-        with pytest.raises(RuntimeError, match="is a copy of one that is attached"):
-            copy.deepcopy(model).state_dict()

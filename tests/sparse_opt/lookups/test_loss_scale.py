@@ -12,14 +12,11 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.amp import GradScaler
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, FieldClip, attach_cowclip
-from cowrec.sparse_opt.kernels.layout import BagsOfLookup, LookupBackward
-from cowrec.sparse_opt.lookups.backward import LossScale
 from process_groups import in_processes, process_group
 from random_problems.drawing import Problem, small_problem
 from random_problems.training import assert_equal, batch_of, dense_optimizer, sharded_model, state_of
@@ -147,14 +144,6 @@ def test_an_overflow_in_one_of_several_passes_leaves_the_step_out(group: None, s
             assert np.array_equal(got, before[key]) == ("overflow" in kinds)
 
 
-def test_half_outputs_are_not_accumulated_under_a_scale(group: None) -> None:
-    case = CASES["half outputs"]
-    model, scaler = model_of(case), GradScaler("cpu")
-    attach(model, case, grad_scaler=scaler).accumulate(2)
-    with pytest.raises(ValueError, match=r"table 't0' has outputs in half precision, .* over several passes"):
-        scaled_step(model, case, 0, scaler)
-
-
 ALL = ((0, 0), (0, 1), (0, 2))
 OF_TWO = [
     small_problem(world=2, sharding="row_wise", rule=("field", {"max_norm": 0.1})),
@@ -221,17 +210,3 @@ def test_half_precision_outputs_that_would_hold_unscaled_gradients_are_refused(g
     with pytest.raises(ValueError, match=r"'t0' has outputs in half precision.*cannot hold that of the unscaled loss"):
         attach_cowclip(model, RULE, **single, grad_scaler=GradScaler("cpu"))
     attach_cowclip(model, RULE, **single, grad_scaler=GradScaler("cpu", enabled=False)).remove()
-
-
-def test_unscaling_does_not_wait_for_the_device(group: None) -> None:
-    """A fake tensor on CUDA raises an error where the host would read its value."""
-    lookup = BagsOfLookup([0, 1, 1, 2], [8] * 3, torch.device("cpu"))
-    bags = lookup.of({"indices": torch.zeros(0, dtype=torch.int64), "offsets": torch.zeros(5, dtype=torch.int64)})
-    with FakeTensorMode():
-        grad = torch.empty(4, dtype=torch.float16, device="cuda")
-        unscaled = LossScale(GradScaler("cpu")).unscaled(LookupBackward(bags, None, grad), [])
-        assert unscaled.backward.output_grad.dtype == torch.float32
-        for each in (unscaled.backward.output_grad, unscaled.scaled_grad, unscaled.factor, unscaled.finite):
-            assert each.is_cuda
-        with pytest.raises(DataDependentOutputException):
-            grad.isfinite().all().item()

@@ -153,16 +153,3 @@ def test_lookups_that_are_rebuilt_are_refused(attach: Any) -> None:
         train_step(CASE, model, 1)
     assert_equal(state_of(model), before)
     attached.remove()
-
-
-def test_a_collection_of_two_modules_is_attached_once() -> None:
-    model = sharded_model(CASE)
-    both = nn.ModuleDict({"retrieval": model, "ranking": nn.ModuleDict({"same": model})})
-    optimizer = EmbeddingAdam(both, ADAM, RULE)
-    train(model, optimizer, range(3))
-    assert {key.partition(".")[0] for key in optimizer.params} == {"retrieval"}
-    alone_model, alone = started()
-    train(alone_model, alone, range(3))
-    moments = {f"retrieval.{key}": value for key, value in state_of(nn.Module(), alone).items()}
-    assert_equal(state_of(model) | state_of(nn.Module(), optimizer), state_of(alone_model) | moments)
-    optimizer.remove()

@@ -178,17 +178,6 @@ def test_torchrecs_recipe_leaves_data_parallel_tables_to_it() -> None:
     assert "tables.embedding_bags.t.weight" in not_fused()
 
 
-def test_groups_of_a_collection_with_different_rates_are_refused() -> None:
-    problem = small_problem(**SMALL | PLANS["two lookups"], steps=2)
-    model, adam = started(problem=problem)
-    one, other = model.fused_optimizer.param_groups
-    other["lr"] = one["lr"] / 2
-    message = "param_groups of one collection have the learning rates 0.01, 0.005, .* by lr_factors"
-    refused(message, train_step, problem, model, 0)
-    adam.lr = other["lr"]
-    train_step(problem, model, 0)
-
-
 def test_removal_gives_the_fused_optimizers_back() -> None:
     model = sharded_model(CASE)
     fused = model.fused_optimizer

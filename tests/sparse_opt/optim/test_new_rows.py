@@ -1,6 +1,5 @@
 """Rows of new ids: initial weights, batches translated ahead of their step, and TorchRec's managed collision."""
 
-import copy
 from collections import deque
 from collections.abc import Iterator
 from hashlib import sha256
@@ -33,7 +32,6 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
-from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import (
@@ -50,7 +48,7 @@ from cowrec.sparse_opt.id_tables.kernels.slots import COOLDOWN
 from cowrec.sparse_opt.optim.row_init import initial_rows
 from process_groups import in_processes, process_group
 from random_problems.drawing import small_problem
-from random_problems.training import sharded_model, train_step
+from random_problems.training import sharded_model
 from refusal import refused
 
 pytest_plugins = ["one_group", "streams_on_cpu"]
@@ -129,19 +127,6 @@ def test_tables_that_cannot_be_reset_are_refused() -> None:
     refused("'t0' cannot be reset .*without use_index_dedup", RowInitializer, model, None, ["t0"], **more)
 
 
-def test_arguments_of_other_kinds_are_named() -> None:
-    model = sharded_model(CASE)
-    wrong: list[Any] = [model.fused_optimizer, CombinedOptimizer([EmbeddingAdam(model, AdamConfig())])]
-    for optimizer in wrong:
-        message = rf"optimizer must be the EmbeddingAdam .* or None .*; got {type(optimizer).__name__}"
-        with pytest.raises(TypeError, match=message):
-            RowInitializer(model, optimizer, ["t0"], **STARTED)
-    with pytest.raises(TypeError, match=r"tables must be a list of table names, got 't0'; write \['t0'\]"):
-        RowInitializer(model, None, "t0", **STARTED)
-    message = r"columns must be an int for all 2 tables, or a list with one for each, got \[8\]"
-    refused(message, RowInitializer, model, None, ["t0", "t2"], **STARTED | {"columns": [8]})
-
-
 NEW = NewRows(*np.array([[0], [5], [77], [0]]))
 """Row 5 of the first table, which id 77 gets."""
 CASE = small_problem(sharding="table_wise,data_parallel")  # t1 is data-parallel
@@ -152,22 +137,6 @@ def new_row(name: str) -> Tensor:
     """Initial weights of id 77 in a table."""
     key = np.frombuffer(sha256(f"0/{name}".encode()).digest()[:8], "<u8")
     return torch.from_numpy(initial_rows(key, np.zeros(1, np.int64), np.array([77]), 8, 1.0)[0])
-
-
-@pytest.mark.parametrize(("optimizer_of", "names_of"), [("both", "user"), ("user", "both")])
-def test_the_optimizer_and_the_names_may_be_of_other_parts_of_a_model(optimizer_of: str, names_of: str) -> None:
-    towers = nn.ModuleDict({name: sharded_model(CASE) for name in ("user", "item")})
-    parts: dict[str, nn.Module] = {"both": towers, "user": towers.user}
-    adam = EmbeddingAdam(parts[optimizer_of], AdamConfig(absent_rows="replay"), CowClip())
-    train_step(CASE, towers.user, 0)
-    name = "t0" if names_of == "user" else "user.c0.t0"
-    RowInitializer(parts[names_of], adam, [name], **STARTED).reset(NEW)
-    (lookup,) = (each for each in adam.lookups if each.lookup.shards[0].name in ("t0", "user.c0.t0"))
-    for flat, row in ((lookup.state.weights, new_row(name)), (lookup.exp_avg, torch.zeros(8))):
-        assert torch.equal(lookup.lookup.view_of(flat, 0)[5], row)
-    if optimizer_of == "user":
-        message = "'item.c0.t0' is under no EmbeddingAdam, and RowInitializer was given one"
-        refused(message, RowInitializer, towers, adam, ["item.c0.t0"], **STARTED)
 
 
 def test_tables_under_another_optimizer_are_refused() -> None:
@@ -186,16 +155,6 @@ def test_tables_under_another_optimizer_are_refused() -> None:
     refused(message.format("no", "one"), initializer.reset, NEW)
     EmbeddingAdam(model, AdamConfig())
     refused(message.format("an", "another"), initializer.reset, NEW)
-
-
-@pytest.mark.parametrize("optimizer", [None, EmbeddingAdam])
-def test_lookups_that_are_rebuilt_are_refused(optimizer: Any) -> None:
-    """As DistributedModelParallel.reshard does: the rows of the old ones would be reset."""
-    model = sharded_model(CASE)
-    initializer = RowInitializer(model, optimizer and optimizer(model, AdamConfig()), ["t0"], **STARTED)
-    lookups = model.module.c0._lookups
-    lookups[0] = copy.copy(lookups[0])
-    refused("lookups of table 't0' were rebuilt .* make a new RowInitializer", initializer.reset, NEW)
 
 
 def two_ranks(rank: int, folder: str) -> None:
@@ -222,17 +181,6 @@ def trained_at_once(group: None) -> Tensor:
     for batch in training.translated():
         training.step(batch)
     return training.weights()
-
-
-def test_translation_ahead_changes_nothing_if_rows_are_reset_in_their_step(trained_at_once: Tensor) -> None:
-    training, queue = Training(), deque[Batch]()
-    for batch in training.translated():
-        queue.append(batch)
-        if len(queue) > 10:
-            training.step(queue.popleft())
-    for batch in queue:
-        training.step(batch)
-    assert torch.equal(training.weights(), trained_at_once)
 
 
 def test_a_pipeline_that_reads_ahead_resets_rows_in_a_hook(trained_at_once: Tensor) -> None:
@@ -276,14 +224,6 @@ def test_a_pipeline_that_looks_rows_up_ahead_is_refused() -> None:
 def test_new_rows_while_as_many_passes_wait_as_rows_rest_are_refused() -> None:
     training = Training()
     training.adam.accumulate(COOLDOWN + 1)
-    batches = training.translated()
-    for _ in range(COOLDOWN):
-        training.step(next(batches))
-    refused("call accumulate with at most 4", training.step, next(batches))
-    training = Training()
-    training.adam.remove()
-    training.initializer = RowInitializer(training.model, None, ["t"], columns=DIM, std=1.0, seed=0)
-    attach_cowclip(training.model, CowClip(r=1.0, zeta=0.1)).accumulate(COOLDOWN + 1)
     batches = training.translated()
     for _ in range(COOLDOWN):
         training.step(next(batches))

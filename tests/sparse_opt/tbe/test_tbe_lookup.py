@@ -1,14 +1,12 @@
 """Private attributes of TorchRec, FBGEMM and torch that sparse_opt/tbe/ relies on."""
 
 import gc
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.distributed._shard.metadata import ShardMetadata
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -21,7 +19,6 @@ from cowrec.sparse_opt import AdamConfig, EmbeddingAdam
 from cowrec.sparse_opt.lookups.backward import grad_scalers_in_use
 from cowrec.sparse_opt.tbe.collection import leave_ddp
 from cowrec.sparse_opt.tbe.inventory import ModelInventory
-from cowrec.sparse_opt.tbe.plan import ranks_of_columns
 from random_problems.drawing import small_problem
 from random_problems.training import sharded_model
 from refusal import refused
@@ -63,20 +60,6 @@ def test_scalers_that_have_scaled_a_loss_are_found() -> None:
     for each in (unused, own):
         each.scale(torch.ones(()))
     assert {*grad_scalers_in_use()} == {unused, own}
-
-
-def test_empty_shards_are_in_no_part_of_the_rows() -> None:
-    """Under grid sharding of 9 rows over 2 machines of 8 processes: TorchRec lets those without rows begin at row 9."""
-    rows = [(2 * rank, 2) for rank in range(4)] + [(8, 1)] + [(9, 0)] * 3
-    shards = [ShardMetadata([first, column], [count, 4], "cpu") for column in (0, 4) for first, count in rows]
-    plan = SimpleNamespace(sharding_spec=SimpleNamespace(shards=shards), ranks=list(range(16)))
-    collection: Any = SimpleNamespace(
-        module_sharding_plan={"t": plan}, _env=SimpleNamespace(process_group=SimpleNamespace(size=lambda: 16))
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cowrec.sparse_opt.tbe.plan.get_global_rank", lambda _, rank: rank)
-        found = ranks_of_columns(collection, "t")
-    assert found == {row: (rank, rank + 8) for rank, row in enumerate((0, 2, 4, 6, 8))}
 
 
 @pytest.mark.usefixtures("group")
