@@ -306,23 +306,6 @@ def test_integers_that_may_be_ids_are_both(tmp_path: Path) -> None:
         assert guess_column(Column("slot", values, scope=" in the first rows")).also_ids == of_first
 
 
-def test_a_time_that_most_rows_lack_is_not_the_samples_one(tmp_path: Path) -> None:
-    times = pa.array(range(1_700_000_000, 1_700_000_300), pa.timestamp("s"))
-    some = pa.array([each if n % 15 == 0 else None for n, each in enumerate(times.to_pylist())], times.type)
-    few = pa.array([each if n % 30 else None for n, each in enumerate(times.to_pylist())], times.type)
-    columns = {"click": [n % 2 for n in range(300)], "shop": [f"s{n % 7}" for n in range(300)], "converted_at": some}
-    for others, expected in (
-        ({"began": times, "seen_at": few}, RawTime(("began",))),
-        ({"seen_at": few}, RawTime(("seen_at",))),
-        ({}, None),
-    ):
-        pq.write_table(pa.table(columns | others), tmp_path / "raw.parquet")
-        assert inferred(tmp_path / "raw.parquet")[1].time == expected
-    assert (
-        "# left out: 'converted_at': a time that many rows do not have" in infer_schema(tmp_path / "raw.parquet").text
-    )
-
-
 def test_unsure_numbers_and_times(tmp_path: Path) -> None:
     """Large numbers that are all different identify the row, as the same numbers as text do."""
     rows = [
@@ -489,20 +472,6 @@ def test_columns_of_parquet_are_recognised_or_left_out(tmp_path: Path) -> None:
     assert text.count('kind = "sequence"') == 1
     assert prepared(tmp_path / "raw.parquet").splits["train"].positives == (20,)
     assert read_split(tmp_path / "data", "train")["score"].count(0.0) == 20
-
-
-def test_remarks_on_times_and_quotes_as_other_programs_write_them(tmp_path: Path) -> None:
-    times = ["" if n % 50 == 7 else f"2024-03-{1 + n % 28:02d} 10:{n % 60:02d}:{n // 60:02d}" for n in range(200)]
-    rows = [f'{n % 2},{time},{time and 1709280000000 + 977 * n},"a {n % 3}"' for n, time in enumerate(times)]
-    (tmp_path / "raw.csv").write_text("\n".join(["click,at,ts,title", *rows]).replace("a 2", r"\"b\""))
-    text, layout, _ = inferred(tmp_path / "raw.csv")
-    assert layout.time == RawTime(("at",))
-    assert "2 % of the rows have none, and are bad rows" in text
-    assert 'column = "ts", kind = "categorical", part = "hour", unit = "ms"}' in text
-    assert r"66 lines of the sample have \", which CSV does not know; write the file with such quotes twice" in text
-    (tmp_path / "raw.csv").write_text("\n".join(["click,at,ts,title", *rows]).replace("a 2", r"b\""))
-    message = r"raw\.csv: quotes within quotes are written as \\\", which CSV does not know"
-    refused(message, infer_schema, tmp_path / "raw.csv")
 
 
 RULE_EXAMPLES = {

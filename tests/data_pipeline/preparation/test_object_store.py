@@ -77,14 +77,3 @@ def test_files_in_an_object_store_are_found(logs):
     endpoint = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
     query = f"?endpoint_override={endpoint}&scheme=http&region=us-east-1"
     assert names(logs + query) == [part + query for part in parts]
-
-
-def test_absent_files_are_named(logs):
-    for place, message in (
-        (f"{logs}/none", "logs/none does not exist, or is a folder without files"),
-        (f"{logs}/*.orc", "no file or folder matches this pattern"),
-        (f"{logs}/city=a/part.parquet.gz", "does not exist"),
-        ("ftp://host/x", r"ftp://host/x: scheme 'ftp' is not supported"),
-        ("s3://no-such-bucket/logs", "no-such-bucket"),
-    ):
-        refused(message, find_inputs, [place])

@@ -10,7 +10,6 @@ import zipfile
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -179,15 +178,6 @@ def test_blocks_have_exact_line_and_sample_numbers(tmp_path_factory, files, bloc
     assert [file.samples for file in raw] == [len(lines) for lines in files]
 
 
-def test_partitions_are_filled_to_their_size(tmp_path):
-    """All partitions of a file but the last are full, wherever blocks end; small files share a partition."""
-    (tmp_path / "raw").write_bytes(TEXT)
-    parts = partitions([surveyed(tmp_path / "raw", segment_samples=700, block_bytes=3000)], 700)
-    assert [sum(segment.samples for segment in part.segments) for part in parts] == [700, 700, 700, 700, 200]
-    parts = partitions([surveyed(tmp_path / "raw", segment_samples=7000)] * 5, 7000)
-    assert [len(part.segments) for part in parts] == [2, 2, 1]
-
-
 def write_rows(path, rows=3000):
     pq.write_table(pa.table({"n": range(rows)}), path)
 
@@ -206,21 +196,3 @@ def test_a_file_that_changes_between_passes_is_noticed(tmp_path, write, change, 
     segments = surveyed(path).segments
     change(path)
     refused(message, list, blocks(segments))
-
-
-def test_a_large_row_group_is_read_in_parts(tmp_path):
-    rows = 500_000
-    numbers = np.random.default_rng(0).integers(0, 2**40, (4, rows))
-    table = pa.table({f"c{n}": column for n, column in enumerate(numbers)})
-    pq.write_table(table, tmp_path / "raw", row_group_size=rows, use_dictionary=False)
-    file = surveyed(tmp_path / "raw", segment_samples=80_000, block_bytes=1 << 18)
-    before, most, found = pa.total_allocated_bytes(), 0, 0
-    for segment, block in zip(file.segments, blocks(file.segments), strict=True):
-        most = max(most, pa.total_allocated_bytes() - before)
-        assert block.data.equals(table.slice(segment.offset, segment.size))
-        found += block.samples
-    assert found == rows
-    assert most < table.nbytes / 2, "16 MB in parts of 256 KB"
-    order = random.Random(0).choices(file.segments, k=5)
-    for segment, block in zip(order, blocks(order), strict=True):
-        assert block.data.equals(table.slice(segment.offset, segment.size))

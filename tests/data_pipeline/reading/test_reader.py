@@ -10,10 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from cowrec.data_pipeline import Reader, Schema, resident_bytes
-from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.shards import read_columns
 from cowrec.data_pipeline.reading import reader as reading
 from cowrec.data_pipeline.reading.order import Window, epoch_windows
@@ -283,49 +281,6 @@ def test_memory_within_the_limits_of_a_container(tmp_path, version):
         groups.write_text(f"9:name=systemd:/\n{line}{path}\n", encoding="ascii")
         assert reading.bytes_within_limits(groups, tmp_path / "root") == expected + unlimited
     assert reading.bytes_within_limits(tmp_path / "absent") == []
-
-
-class ReadsOfTheDevice(TorchDispatchMode):
-    """Counts operators whose result, or whose size of the result, the host takes from a tensor's values."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        name = operator.overloadpacket.__name__
-        masked = name.startswith("index") and any(
-            each is not None and each.dtype in (torch.bool, torch.uint8)
-            for each in (args[1] if isinstance(args[1], list) else [args[1]])
-            if not isinstance(each, int)
-        )
-        sized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
-        named = name in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "bincount")
-        self.count += masked or sized or named
-        return operator(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("lists", [False, True])
-def test_batches_of_a_resident_split_read_nothing_from_the_device(tmp_path, monkeypatch, lists):
-    """List fields need one read a window, for the numbers of values of all its batches."""
-    write_numbered(tmp_path, 50, 7, lists=lists)
-    reader = make_reader(tmp_path, True, batch_size=4, shuffle=True, window_rows=20, resident=True)
-    windows, totals, read = len([*reader._loaded(0, 0)]), SampleBlock._totals, []
-
-    def counted(*arguments):
-        with _disable_current_modes():
-            read.append(totals(*arguments))
-        return read[-1]
-
-    monkeypatch.setattr(SampleBlock, "_totals", counted)
-    with ReadsOfTheDevice() as reads:
-        batches = list(reader._batches(reader._loaded(0, 0), 0))
-    assert len(batches) == len(reader)
-    assert reads.count == 0
-    assert len(read) == (windows if lists else 0)
-    with ReadsOfTheDevice() as reads:
-        reader._resident_block.take(torch.arange(3))
-    assert reads.count == (2 if lists else 0), "one a list field without totals"
 
 
 def test_a_split_becomes_resident_later(numbered):
