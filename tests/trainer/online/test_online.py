@@ -1,8 +1,5 @@
 """Online training: predictions before training, publications, resumed runs, batches set aside, drifting ids."""
 
-import json
-import re
-import shutil
 import time
 from collections import Counter
 from dataclasses import replace
@@ -21,8 +18,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from sklearn.metrics import log_loss, roc_auc_score
 
-from cowrec.data_pipeline import PrepareConfig, SampleCodec, Schema, prepare
-from cowrec.data_pipeline.dataset.schema import Split
+from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
@@ -38,7 +34,7 @@ from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, followe
 from refusal import refused
 from run_comparison import assert_close, assert_same, up_to_date, wait_for
 from trained_runs import metrics, write_network
-from trainer_cases import checkpoint, edit_column, free_port, interrupted, make_data, tensors
+from trainer_cases import checkpoint, free_port, interrupted, make_data, tensors
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +53,9 @@ def run(case: Path, run_dir: Path, *overrides: str, source: Path | None = None, 
 def test_each_sample_is_predicted_before_it_is_trained_on(case: Path, tmp_path: Path) -> None:
     """A model with learning rates of 0 predicts like its first export, measured by scikit-learn in each window."""
     frozen = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", "optimizer.embedding_init_std=0"]
-    run(case, tmp_path / "run", *frozen, publish=str(tmp_path / "published"))
+    run(case, tmp_path / "run", *frozen, source=case / "short", publish=str(tmp_path / "published"))
     assert load_config(tmp_path / "run" / "config.toml").optimizer.l2 == 1e-6  # whatever the size of the data set
-    table, codec = pq.read_table(case / "incoming"), SampleCodec.load(case / "data")
+    table, codec = pq.read_table(case / "short"), SampleCodec.load(case / "data")
     block = codec.encode(codec.from_table(table)).block
     predicted = ServedModel.load(tmp_path / "run" / "base").predict(block).astype(np.float64)
     labels, times = table["label"].to_numpy(), table["time"].to_numpy()
@@ -142,22 +138,6 @@ def test_a_resumed_run_is_bit_identical(case: Path, tmp_path: Path) -> None:
         assert metrics(copy, kind) == metrics(tmp_path / "uninterrupted", kind)
 
 
-def test_a_run_is_resumed_with_data_that_decode_alike(case: Path, tmp_path: Path) -> None:
-    """Such as `prepare --like` writes, without training samples, from which L2 follows; in the same layout alone."""
-    config, data = load_config(case / "run.toml", ["train.epochs=2"]), shutil.copytree(case / "data", tmp_path / "like")
-    config = replace(config, optimizer=replace(config.optimizer, l2=None))
-    begun = online(config, case / "data", str(case / "short"), tmp_path / "run")
-    schema = Schema.load(data)
-    like = replace(schema, splits={**schema.splits, "train": Split()}, sources=())
-    like.save(data)
-    assert online(config, data, str(case / "short"), tmp_path / "run", resume=True)["steps"] == begun["steps"]
-    layout = like.settings["layout"]
-    other = layout | {"time": layout["time"] | {"zone": "Europe/Berlin"}}
-    replace(like, settings={**like.settings, "layout": other}).save(data)
-    message = r"it was prepared with other settings \(layout\)"
-    refused(message, online, config, data, str(case / "short"), tmp_path / "run", resume=True)
-
-
 def test_a_run_over_a_data_set_is_no_run_over_a_stream(case: Path, tmp_path: Path) -> None:
     config = load_config(case / "run.toml")
     train(config, case / "data", tmp_path / "run")
@@ -192,30 +172,6 @@ def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: 
         run(case, tmp_path / "run", *settings, "online.lateness='7s'", **again)
 
 
-def test_a_window_that_a_snapshot_has_open_is_measured_once(case: Path, tmp_path: Path) -> None:
-    """Though the stream ends later, without another step, and continues when the run is resumed."""
-    tables, source = list(drifting_tables(DRIFT, 0, 400, chunk_rows=200)), tmp_path / "in"
-    write_stream(source, tables[:1], end=False)
-
-    def end() -> None:
-        try:
-            wait_for((tmp_path / "run" / "checkpoints" / "step_000000004").exists)
-        finally:
-            (source / "_END").touch()
-
-    thread = Thread(target=end)
-    thread.start()
-    settings = ["online.snapshot_seconds=0", "online.max_wait_seconds=0.1", "online.window='1000d'"]
-    run(case, tmp_path / "run", *settings, source=source)
-    thread.join()
-    run(case, tmp_path / "run", *settings, source=source, resume=True)
-    assert [window["samples"] for window in metrics(tmp_path / "run", "window")] == [200]
-    (source / "_END").unlink()
-    write_stream(source, tables[1:], first=1)
-    run(case, tmp_path / "run", *settings, source=source, resume=True)
-    assert [window["samples"] for window in metrics(tmp_path / "run", "window")] == [200, 200]
-
-
 def test_a_warm_start_takes_the_weights_and_ids_of_an_earlier_run(case: Path, tmp_path: Path) -> None:
     """The export with which the run begins predicts exactly like the earlier run's; a resumed run keeps its own."""
     given: dict[str, Any] = {"source": case / "short", "publish": str(tmp_path / "published")}
@@ -248,33 +204,6 @@ def test_readers_have_the_rows_of_unknown_and_missing_ids_exactly(case: Path, tm
     assert np.array_equal(served.predict(block), ServedModel.load(tmp_path / "export").predict(block))
 
 
-def test_a_journal_that_cannot_be_shortened_is_shortened_later(case: Path, tmp_path: Path, caplog: Any) -> None:
-    """A folder is where the shortened one is written; the run continues."""
-    settings = ["online.snapshot_seconds=0", "checkpoint.keep_last=1"]
-    tables = list(drifting_tables(DRIFT, 0, 1000, chunk_rows=100))
-    write_stream(tmp_path / "in", tables[:5])
-    run(case, tmp_path / "run", *settings, source=tmp_path / "in")
-    (tmp_path / "in" / "_END").unlink()
-    write_stream(tmp_path / "in", tables[5:], first=5)
-    (tmp_path / "run" / "journal.partial").mkdir()
-    caplog.clear()
-    run(case, tmp_path / "run", *settings, source=tmp_path / "in", resume=True)
-    assert "warning: journal is shortened after a later snapshot only: [Errno 21] Is a directory" in caplog.text
-    (tmp_path / "run" / "journal.partial").rmdir()
-
-
-def test_what_is_left_out_is_reported_while_nothing_is_trained_on(case: Path, tmp_path: Path, caplog: Any) -> None:
-    """A hundred samples that are a year late, after three batches."""
-    (table,) = drifting_tables(DRIFT, 0, 300, chunk_rows=300)
-    late = table.slice(200).set_column(1, "time", pc.subtract(table.slice(200)["time"], 365 * 86400))
-    write_stream(tmp_path / "in", [table.slice(0, 200), late.cast(table.schema)])
-    run(case, tmp_path / "run", "online.report_seconds=0", "train.log_every=1000", source=tmp_path / "in")
-    assert sum(int(found) for found in re.findall(r"some were left out.*: (\d+) late", caplog.text)) == 100
-    counts = [(line["step"], line["late"]) for line in metrics(tmp_path / "run", "stream")]
-    assert (counts[0][1], counts[-1][1]) == (0, 100)
-    assert any(step < counts[-1][0] and late for step, late in counts), "before the last batch"
-
-
 def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Path) -> None:
     refused("must name a stream", run, case, tmp_path / "run", source=Path("redis://localhost:1/0"))
     with pytest.raises(OSError, match="is not a folder"):
@@ -283,17 +212,6 @@ def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Pat
     timeless = make_data(tmp_path / "timeless", ("price", "city"))
     config = load_config(case / "run.toml", ["model.embedding_dims={}"])
     refused("goes by the time of samples", online, config, timeless, str(case / "incoming"), tmp_path / "other")
-    early = shutil.copytree(case / "data", tmp_path / "early")
-    edit_column(early / "train" / "00000.parquet", "time", 3, -1)
-    given = load_config(case / "run.toml")
-    refused("has sample times from -1 to .*, the years 1970 to 2106", train, given, early, tmp_path / "other")
-    edit_column(early / "train" / "00000.parquet", "time", 3, 4_102_444_800)
-    refused("has a sample time of 2100-01-01 00:00, more than online.ahead = '1d'", train, given, early, tmp_path / "x")
-    several = shutil.copytree(case / "data", tmp_path / "several")
-    schema = json.loads((several / "schema.json").read_text())
-    (several / "schema.json").write_text(json.dumps(schema | {"labels": ["label", "buy"]}))
-    with pytest.raises(ValueError, match="takes one label; the data set has label, buy"):
-        SampleCodec.load(several).require_trainable()
     assert not (tmp_path / "other").exists()
 
 
@@ -312,29 +230,6 @@ def test_no_id_is_late_in_the_random_order_of_a_data_set(case: Path, tmp_path: P
     assert_close(*({key: value for key, value in each.items() if "/id_tables" not in key} for each in (one, other)))
     qualities = [metrics(tmp_path / name, "eval")[-1]["logloss"] for name in ("with", "without")]
     assert qualities[0] != qualities[1]
-
-
-@pytest.mark.parametrize("raw_ids", [False, True])
-def test_a_vocabulary_that_no_new_id_can_enter_is_warned_of(tmp_path: Path, caplog: Any, raw_ids: bool) -> None:
-    case = make_case(tmp_path / "case")
-    fields = "".join(f'[[fields]]\nname = "{name}"\nkind = "categorical"\n' for name in ("user", "item"))
-    (tmp_path / "columns.toml").write_text(f'label = "click"\ntime = "when"\n{fields}')
-    lines = (f"{row % 2},{row},u{row % 7},i{row % 5}\n" for row in range(100))
-    (tmp_path / "log.csv").write_text("click,when,user,item\n" + "".join(lines))
-    config, files = PrepareConfig(split="order", test_rows=20, raw_ids=raw_ids), [tmp_path / "log.csv"]
-    prepare("tabular", files, tmp_path / "data", config, schema_file=tmp_path / "columns.toml")
-    new = pa.table({"click": [0, 1], "when": [200, 201], "user": ["new", "u1"], "item": ["i1", "i2"]})
-    write_stream(tmp_path / "incoming", [new])
-    values = [
-        "model.embedding_dims={}",
-        'id_table.tables={item={kind="hash"}}',
-        f"checkpoint.every_steps={int(raw_ids)}",
-    ]
-    config = load_config(case / "run.toml", values)
-    online(config, tmp_path / "data", str(tmp_path / "incoming"), tmp_path / "run")
-    assert ("without effect on a stream, which has no epochs: checkpoint.every_steps = 1;" in caplog.text) == raw_ids
-    warned = "ids of the fields ['user'] that are not in their vocabularies get no rows" in caplog.text
-    assert warned is not raw_ids
 
 
 @pytest.mark.thorough

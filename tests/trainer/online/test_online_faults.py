@@ -2,13 +2,11 @@
 
 import json
 import random
-import resource
 import shutil
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -17,7 +15,6 @@ import pytest
 from commands.forked_commands import run_forked
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, case_fixture, online_case, write_stream
-from process_groups import in_processes
 from run_comparison import assert_same, lines, wait_for
 from servers.redis_server import RedisServer, redis_server
 from trainer_cases import outcomes_in_processes
@@ -85,25 +82,6 @@ def test_sigterm_before_the_first_step(case: Path, tmp_path: Path, start: Callab
     assert "stopped at step 0; nothing was trained on yet; to continue, add --run-dir" in said
 
 
-def on_a_small_disk(_: int, case: dict[str, Any], size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    said = online_case(case)
-    assert "could not be written" in said, said
-    assert "free disk space or repair the folder" in said
-
-
-@pytest.mark.thorough
-def test_a_full_disk_loses_a_snapshot_but_no_sample(case: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Files may not reach the size of a checkpoint or of the metrics; the run is resumed once there is space."""
-    settings = [*OFTEN, *EXACT]
-    size = (undisturbed / "metrics.jsonl").stat().st_size
-    given = {"folder": str(case), "source": str(case / "incoming"), "run_dir": str(tmp_path / "run"), "set": settings}
-    in_processes(on_a_small_disk, (given, size // 2), 1)
-    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
-    finish(command(case, tmp_path / "run", *settings))
-    assert_same(tmp_path / "run", undisturbed)
-
-
 @pytest.mark.thorough
 def test_a_killed_redis_loses_nothing(case: Path, undisturbed: Path, tmp_path: Path, start: Callable) -> None:
     """Killed in the middle of the stream with every command on disk; the model equals that of an undisturbed run.
@@ -128,16 +106,6 @@ def test_a_killed_redis_loses_nothing(case: Path, undisturbed: Path, tmp_path: P
     assert "hush" not in printed + said
     assert not [file for file in run_dir.rglob("*") if file.is_file() and b"hush" in file.read_bytes()]
     assert_same(run_dir, undisturbed)
-
-
-@pytest.mark.thorough
-def test_a_target_that_hangs_does_not_stop_training(case: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Redis is frozen before the first publication; the run ends as it would without publishing."""
-    with redis_server(tmp_path / "redis") as server:
-        server.send(signal.SIGSTOP)
-        said = finish(command(case, tmp_path / "run", *OFTEN, *EXACT, publish=f"{server.url}?name=model"))
-    assert "changes are kept and published later" in said or "were not published" in said
-    assert_same(tmp_path / "run", undisturbed)
 
 
 def send(server: RedisServer, tables: list[pa.Table]) -> None:

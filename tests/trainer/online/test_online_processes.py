@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from history_cases import make_histories, with_categories
 from online_cases import CONFIG, DRIFT, assert_readers_equal_an_export, make_case, online_case, write_stream
 from run_comparison import assert_close, state_of, up_to_date
 from shared_work import made_once
+from tiers import tiered
 from trained_runs import metrics, report_of, write_network
 from trainer_cases import interrupted, outcomes_in_processes
 
@@ -130,11 +130,7 @@ def resume(folder: Path) -> None:
     assert outcomes_in_processes(online_case, [again], 2) == [["ok"]] * 2
 
 
-def tiered(names: Iterable[str]) -> list[Any]:
-    return [name if name in FIRST else pytest.param(name, marks=pytest.mark.thorough) for name in names]
-
-
-@pytest.mark.parametrize("name", tiered(CASES))
+@pytest.mark.parametrize("name", tiered(CASES, FIRST))
 def test_four_processes_equal_one(folder: Path, name: str) -> None:
     assert_equal(folder / "runs1" / name, folder / "runs4" / name)
     if "C1" in str(CASES[name]):
@@ -163,7 +159,7 @@ def test_a_quiet_stream_is_waited_for(folder: Path) -> None:
     assert_equal(folder / "runs1" / "expiry", folder / "runs4" / "idle")
 
 
-@pytest.mark.parametrize("name", tiered(name for name in CASES if name != "expiry"))
+@pytest.mark.parametrize("name", tiered([name for name in CASES if name != "expiry"], FIRST))
 def test_readers_of_publications_equal_an_export(folder: Path, name: str) -> None:
     run_dir = folder / "runs4" / name
     served = assert_readers_equal_an_export(folder, run_dir, f"{run_dir}_published", source="in")

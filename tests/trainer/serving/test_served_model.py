@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -25,6 +24,7 @@ from cowrec.trainer.serving.inference_network import InferenceNetwork
 from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.serving.served_rows import RowChange, ServedRows
 from history_cases import FLAT
+from tiers import tiered
 
 Key = tuple[int, int]
 """Number of the feature, id."""
@@ -202,10 +202,6 @@ def test_ids_that_are_added_deleted_and_added_again(tmp_path: Path, ids: int, pr
         assert (state.version, state.step, state.sample_time) == (version, change.step, change.sample_time)
     oracle.export(tmp_path / "after", precision)
     np.testing.assert_array_equal(served.predict(samples), ServedModel.load(tmp_path / "after").predict(samples))
-    if precision == "float16":
-        row = np.full((1, USER_WIDTH), 7e4, np.float32)  # finite in float32, but not in float16
-        with pytest.raises(ValueError, match="rows of table 'users' are not finite numbers in float16"):
-            served.apply(delta(Change(1, 1, {"users": TableChange(np.ones(1, np.int64), row)}), 13))
 
 
 def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
@@ -226,8 +222,6 @@ def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
     wrong = {
         "based on version 2": delta(later, 3),
-        "based on version 3": delta(later, 4),
-        "based on version 5": delta(later, 6),
         "of lineage 'other'": dataclasses.replace(delta(later, 5), lineage="other"),
         "other data or of another network": dataclasses.replace(full(everything, 9), fingerprint="0" * 64),
         "rows of table 'users' are not finite": table("users", one, user_row * np.nan),
@@ -361,28 +355,11 @@ def test_tables_equal_dictionaries(versions: list) -> None:
         assert served.resident == sum(field != 3 and each > 1 for field, each in rows)
 
 
-def test_slots_are_cleared_of_removed_ids() -> None:
-    """Ten thousand ids come and go, ten at a time, in the memory of a hundred."""
-    schema = dataclasses.replace(collisionless_schema(), sparse=collisionless_schema().sparse[:1])
-    served = ServedRows(schema, np.array([-1]), np.array([0]), np.array([4]), "int8")
-    none = np.empty(0, np.int64)
-    for first in range(2, 10_000, 10):
-        ids, zeros = np.arange(first, first + 10) << 20, np.zeros(10, np.int64)
-        for change in (RowChange(ids, zeros, np.ones((10, 4), np.float32), none, none),
-                       RowChange(none, none, np.empty((0, 4), np.float32), ids, zeros)):  # fmt: skip
-            served.overlay([change])
-            served.merge([change])
-    assert served.resident == 0
-    assert served.removed == 10_000
-    base = served.tables[0].base
-    assert (len(base.slots), len(base.rows)) <= (256, 100)
-
-
 FIELDS, DENSE, DIM = ["a", "b", "c"], 2, 8
 SIZES = (DENSE, len(FIELDS), physical_dim(DIM))
 
 
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("name", tiered(FLAT, ("deepfm", "dcnmix", "autoint", "ple")))
 def test_inference_equals_the_network_of_training(name: str) -> None:
     """float32 sums in another order: 1e-6 is about ten units in the last place of a probability."""
     config = ModelConfig(name=name, embedding_dim=DIM, hidden=(16, 16))
@@ -428,20 +405,3 @@ def test_networks_that_change_their_operations_or_read_weights_as_numbers_are_no
     torch.testing.assert_close(branching(dense[:1], rows[:1]), dense[:1].sum(1).sigmoid())
     found = scaling.with_weights({"scale": torch.tensor(3.0)})(dense, rows)
     torch.testing.assert_close(found, (3 * rows.sum((1, 2))).sigmoid())
-
-
-def test_versions_take_no_memory_once_they_are_replaced() -> None:
-    """200 versions of weights of 0.5 MiB each; the first ones fill the allocator's caches."""
-    config = ModelConfig(name="deepfm", embedding_dim=DIM, hidden=(256, 256))
-    network = build_network(config, FIELDS, DENSE).eval()
-    inference, weights = InferenceNetwork(network, 0.0, SIZES), network.state_dict()
-    dense, rows = torch.randn(1, DENSE), torch.randn(1, *SIZES[1:])
-    assert inference.replays
-
-    def replace(times: int) -> int:
-        for _ in range(times):
-            inference.with_weights(weights)(dense, rows)
-        return psutil.Process().memory_info().rss
-
-    before = replace(60)
-    assert replace(140) - before < 30 << 20
