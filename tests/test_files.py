@@ -1,7 +1,6 @@
 """Atomic replacement, locks, and files of lines of limited size."""
 
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -89,18 +88,6 @@ def test_a_reader_sees_the_last_lines_without_gap_or_repetition(tmp_path: Path) 
     assert len(found) > 3000 // 9, "both files"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "log.1"]
     assert max(file.stat().st_size for file in tmp_path.iterdir()) <= 3000
-
-
-def test_a_line_that_only_half_fits_on_the_disk_is_not_written(tmp_path: Path) -> None:
-    path, limits = tmp_path / "log", resource.getrlimit(resource.RLIMIT_FSIZE)
-    append_line(path, b"a" * 9 + b"\n", 0)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (15, limits[1]))
-    try:
-        with pytest.raises(OSError, match="log"):
-            append_line(path, b"b" * 9 + b"\n", 0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == b"a" * 9 + b"\n"
 
 
 def test_incomplete_lines_long_lines_and_missing_files(tmp_path: Path) -> None:

@@ -167,27 +167,6 @@ def test_every_key_is_described_and_every_description_has_its_key(section: str) 
     assert {key.name for key in keys_of(kind)} == set(attribute_texts(kind))
 
 
-def test_a_key_without_description_is_refused() -> None:
-    @dataclasses.dataclass
-    class Section:
-        """Something.
-
-        Attributes:
-            one, two: text
-                that goes on.
-
-        Attributes end above.
-        """
-
-        one: int = 1
-        two: int = 2
-        three: int = 3
-
-    assert attribute_texts(Section) == {"one": "text that goes on.", "two": "text that goes on."}
-    with pytest.raises(KeyError, match="three"):
-        keys_of(Section)
-
-
 def test_the_example_of_schema_files_has_every_key() -> None:
     text = inspect.getdoc(layouts.load_schema_file) or ""
     for name in {*layouts._TYPES, *layouts._FIELD_TYPES, *layouts._LABEL_TYPES}:

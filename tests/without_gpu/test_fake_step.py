@@ -7,11 +7,13 @@ number.
 """
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tiers import tiered
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -84,13 +86,8 @@ OF_RANKS = {
     f"{plan}, rank {rank} of {world_size}": case(rank, world_size, sharding={"plan": plan})
     for plan, rank, world_size in (("auto", 0, 2), ("row_wise", 1, 2), ("column_wise", 1, 2), ("table_wise", 3, 4))
 }
-THOROUGH = ("lazy", "three widths and two rates", "row-wise Adagrad", "auto, rank 0 of 2", "column_wise, rank 1 of 2")
-THOROUGH += ("table_wise, rank 3 of 4",)
-"""Cases of the third tier."""
-
-
-def tiered(names: Iterable[str]) -> list[object]:
-    return [pytest.param(name, marks=pytest.mark.thorough) if name in THOROUGH else name for name in names]
+FIRST = ("replay", "row_wise, rank 1 of 2")
+"""Cases of the first tiers."""
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +105,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return found
 
 
-@pytest.mark.parametrize("name", tiered(CASES))
+@pytest.mark.parametrize("name", tiered(CASES, FIRST))
 def test_a_step_of_one_process(taken: dict[str, Report], name: str, record_property: Callable) -> None:
     """A step that waits or mixes devices ends with an error."""
     step, (most, most_captured) = taken[name], MOST_LAUNCHES[name]
@@ -126,7 +123,7 @@ def test_a_step_of_one_process(taken: dict[str, Report], name: str, record_prope
     assert not step.recompiled
 
 
-@pytest.mark.parametrize("rank", tiered(OF_RANKS))
+@pytest.mark.parametrize("rank", tiered(OF_RANKS, FIRST))
 def test_ranks_mix_no_devices_and_wait_only_for_sizes(taken: dict[str, Report], rank: str) -> None:
     step = taken[rank]
     assert not step.error, step.error

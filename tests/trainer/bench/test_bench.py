@@ -14,13 +14,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from commands.command_line import Cowrec, exit_code
+from commands.command_line import Cowrec
 from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_SIZES
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.bench import bench as benches
-from cowrec.trainer.bench import mlperf, parts
-from cowrec.trainer.bench.bench import Combination, bench, measured_lines, table
+from cowrec.trainer.bench.bench import bench
 from cowrec.trainer.bench.measurement import (
     Bench,
     Case,
@@ -29,8 +28,6 @@ from cowrec.trainer.bench.measurement import (
     enter_steady_state,
     last_steps,
     make_schema,
-    measure,
-    run_ids,
 )
 from cowrec.trainer.bench.mlperf import (
     IDS_PER_SAMPLE,
@@ -47,11 +44,7 @@ from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from criteo_stream import last_by_loop
-from process_groups import in_processes
 from refusal import refused
-from trainer_cases import free_port, launched_as
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("mode", ["replay", pytest.param("dense", marks=pytest.mark.thorough)])
@@ -164,37 +157,11 @@ def test_a_small_bench_and_a_combination_that_fails(cowrec, tmp_path, monkeypatc
     assert re.search(r"^replay, batch 64: [\d,]+ samples/s", said, re.MULTILINE)
 
 
-def test_tables_cope_with_combinations_that_are_missing():
-    """Of two modes and two batch sizes one combination failed; the paper's minutes are there for both sizes."""
-    lines = lines_of(next((ROOT / "results").glob("*/bench.jsonl")))
-    sizes = sorted({line["batch_size"] for line in lines})[:2]
-    modes = list(dict.fromkeys(line["mode"] for line in lines))[:2]
-    four = [line for line in lines if line["batch_size"] in sizes and line["mode"] in modes]
-    assert re.search(rf"^{modes[1]} +[\d,.]+ +-$", table(four[:-1]), re.MULTILINE)
-
-
-@pytest.mark.thorough
-def test_several_cases_can_be_measured_in_one_process(tmp_path):
-    """As on CUDA. The failed one ends its process, the next gets a new one."""
-    settings, ids = Bench(["lazy"], [32], max_rows=50, epoch_share=1e-5, seconds=0.0), CriteoIds(max_rows=50)
-    file = tmp_path / "last.npy"
-    np.save(file, run_ids(ids, settings.samples))
-    failing, good = with_a_failure(settings, ids, file)
-    combinations = [Combination({}, case.config, measure, (case,), 0) for case in (good, failing, good)]
-    lines = list(measured_lines(combinations, keeps_process=True))
-    assert ["error" in line for line in lines] == [False, True, False]
-    assert all(line["host_ms"] > 0 for line in lines if "error" not in line)
-
-
 def test_invalid_settings_are_refused():
     for flags, message in (
         ({"modes": ["replay", "eager"]}, "--absent-rows 'eager' is not known; known: lazy, dense, replay"),
-        ({"clips": ["no"]}, "--clip 'no' is not known; known: on, off"),
-        ({"precisions": ["float16"]}, "--precision 'float16' is not known; known: float32, tf32, bfloat16"),
-        ({"device": "tpu"}, "--device 'tpu' is not known; known: cpu, cuda"),
         ({"precisions": ["tf32"]}, "--precision tf32 exists on CUDA only"),
         ({"batch_sizes": [64, 64]}, "--batch-sizes needs one value or several different ones"),
-        ({"batch_sizes": [0]}, "--batch-sizes must be at least 1, got 0"),
     ):
         refused(re.escape(message), Bench, **flags)
 
@@ -213,20 +180,6 @@ def test_what_was_measured_before_the_end_is_kept(tmp_path, monkeypatch, end):
     lines = lines_of(output)
     assert [line["step_ms"] for line in lines] == [4.0] * (1 if isinstance(end, KeyboardInterrupt) else 2)
     assert lines[0]["error"].startswith(str(end) or "interrupted")
-
-
-def test_a_profile_that_fails_leaves_the_times(monkeypatch, caplog):
-    def fail(*_):
-        raise RuntimeError("no counters")
-
-    monkeypatch.setattr(parts, "profile_steps", fail)
-    dense = {"kernel": torch.nn.Parameter(torch.ones(4, 4))}
-    speeds = parts.speed(8, [0.5, 0.25, 0.25])
-    floor, rest = parts.step_values(speeds["step_ms"], 8, lambda: None, dense, 1e3, "float32", torch.device("cpu"))
-    assert (speeds["step_ms"], rest["kernels"]) == (250, None)
-    assert rest["step_parts_ms"] == dict.fromkeys(parts.PARTS)
-    assert floor["roofline"]["step_ms"] > 0
-    assert "profiling failed: no counters" in caplog.text
 
 
 SMALL = ["--preset", "mlperf-dcnv2", "--rows", "200", "--batch-sizes", "32", "--seconds", "0"]
@@ -282,26 +235,3 @@ def test_a_small_bench_of_mlperf(cowrec: Cowrec, tmp_path: Path) -> None:
     assert line["roofline"]["step_ms"] > 0
     assert {"versions", "device", "git_commit", "peak_memory_bytes", "host_ms"} <= line.keys()
     assert "MLPerf, 8 x H200, batch 55,296: 1,880,000 samples/s each" in printed
-
-
-def bench_in_process(rank: int, folder: Path, port: int) -> None:
-    """Runs the command as a process under torchrun, for ten steps instead of 100; it prints to ``stdout.rankN``."""
-    launched_as(rank, 2, port)
-    with (
-        pytest.MonkeyPatch.context() as monkeypatch,
-        (folder / f"stdout.rank{rank}").open("w") as printed,
-        contextlib.redirect_stdout(printed),
-    ):
-        monkeypatch.setattr(mlperf, "_MOST_STEPS", 10)
-        exit_code(monkeypatch, "bench", *SMALL, "--output", folder / "bench.jsonl")
-
-
-@pytest.mark.thorough
-def test_several_processes_measure_together(tmp_path: Path) -> None:
-    in_processes(bench_in_process, (tmp_path, free_port()), 2)
-    (line,) = lines_of(tmp_path / "bench.jsonl")
-    assert (line["world_size"], line["steps"], line["clip"]) == (2, 10, "on")
-    assert line["config"]["clip"]["rule"] == "cowclip"
-    assert line["samples_per_second_of_gpu"] == line["samples_per_second"] / 2
-    printed = [(tmp_path / f"stdout.rank{rank}").read_text() for rank in range(2)]
-    assert [text.count("MLPerf, 8 x H200") for text in printed] == [1, 0]

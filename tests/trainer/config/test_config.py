@@ -2,7 +2,6 @@
 
 import math
 import re
-import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -36,46 +35,22 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
     [
         ("[train]\nbatchsize = 5", "unknown key train.batchsize (= 5); did you mean train.batch_size?"),
         ("[trian]\nseed = 5", "unknown key trian (= {'seed': 5}); did you mean train?"),
-        ("batch_size = 5", "unknown key batch_size (= 5); did you mean train.batch_size?"),
         ("[train]\nbatch_size = -2", 'train.batch_size must be at least 0, or "auto", in Python -1, got -2'),
-        ("[train]\nl2 = 0.1", "unknown key train.l2 (= 0.1); did you mean optimizer.l2?"),
-        ("[model]\nseed = 1", "unknown key model.seed (= 1); did you mean prepare.seed or train.seed?"),
-        ("[optimizer]\nlr = 1", "unknown key optimizer.lr (= 1); did you mean optimizer.embedding_lr or"),
         ("[train]\nlearning_rate = 1", "did you mean optimizer.embedding_lr or optimizer.dense_lr?"),
-        ("[sharding]\nxyzzy = 1", "unknown key sharding.xyzzy (= 1); known here: memory, plan, tables"),
         ("train = 5", "train = 5 must be a section"),
         ('[train]\nbatch_size = "8Q"', "train.batch_size must be a whole number such as 512, 64K or 1M (K is 1,024"),
-        ("[train]\nbatch_size = 1.5", "train.batch_size = 1.5: input should be a valid integer"),
         ("[train]\nbatch_size = true", "train.batch_size = True: input should be a valid integer"),
-        ("[train]\nseed = 1979-05-27", "train.seed = '1979-05-27': input should be a valid integer"),
-        ("[train]\nseed = 9223372036854775808", "train.seed must be at least 0 and below 2^63"),
         ('[train]\ndevice = "tpu"', "train.device = 'tpu': input should be 'auto', 'cpu' or 'cuda'"),
-        ('[data]\nresident = true', "data.resident = True: input should be 'auto', 'yes' or 'no'"),
-        ("[data]\nwindow_rows = 0", "data.window_rows must be a positive number of rows, got 0"),
-        ('[model]\nname = "deepmf"', 'model.name is "deepmf"; did you mean "deepfm"?'),
-        ("[model]\nhidden = [400, 0]", "model.hidden must list at least one layer width"),
         ("[optimizer]\ndense_lr = -1.0", "optimizer.dense_lr must be at least 0 and finite, got -1.0"),
-        ("[optimizer]\ndense_lr = nan", "optimizer.dense_lr must be at least 0 and finite, got nan"),
-        ("[optimizer]\nbetas = [0.9]", "optimizer.betas"),
         ('[optimizer]\nscaling = "sqrt_sta"', "optimizer.scaling = 'sqrt_sta' is not known; did you mean 'sqrt_star'?"),
         ("[optimizer]\nlr_decay = 0.0", "optimizer.lr_decay must be a word or above 0 and finite, got 0.0"),
-        ('[optimizer]\nlr_decay = "1"',
-         "optimizer.lr_decay = '1': input should be 'none', 'linear' or 'cosine', or a valid number"),
-        ("[train]\ntimeout_seconds = 1e10", "train.timeout_seconds must be from 1 to 10^9"),
         ('[optimizer]\nembedding = "sgd"\nweight_decay = 0.1',
          'optimizer.weight_decay = 0.1 needs optimizer.embedding = "adam", got \'sgd\'; use optimizer.l2'),
-        ('[optimizer]\nembedding = "sgd"\nwide = "ftrl"', 'optimizer.wide = "ftrl" needs optimizer.embedding = "adam"'),
         ("[optimizer]\nwide_alpha = 0.0", "optimizer.wide_alpha must be above 0 and finite, got 0.0"),
-        ("[optimizer]\nwide_alpha = 0.2", 'optimizer.wide_alpha = 0.2 has no meaning for optimizer.wide = "adam"'),
         ('[clip]\nrule = "field"', "clip.rule = 'field' needs clip.max_norm"),
-        ('[clip]\nrule = "adaptive_field"\nbound = 1.0', "clip.bound = 1.0 has no meaning for clip.rule"),
         ("[clip]\nr = 0.0", "clip.r must be > 0"),
-        ("[clip]\nbound = 1.0", "clip.bound = 1.0 has no meaning for clip.rule = 'cowclip'; it takes r, zeta"),
         ('[clip]\nrule = "cow_clip"', "clip.rule = 'cow_clip' is not known; did you mean 'cowclip'?"),
-        ('[sharding]\nplan = "grid"', "sharding.plan = 'grid': input should be"),
-        ('[sharding.tables]\nC3 = "rows"', "sharding.tables.C3 = 'rows': input should be"),
         ("[prepare]\nmin_count = 0", "[prepare] min_count must be at least 1, got 0"),
-        ("[train\nseed = 1", "is not TOML"),
     ],
 )  # fmt: skip
 def test_messages_name_key_value_and_remedy(tmp_path: Path, toml: str, message: str) -> None:
@@ -122,14 +97,9 @@ def test_sections_that_exclude_each_other_are_refused(tmp_path: Path, toml: str,
     [
         (["train.seed=1", "train.epoch=5"], "--set train.epoch=5: unknown key train.epoch"),
         (["train.epochs=0", "train.seed=1"], "--set train.epochs=0: train.epochs must be at least 1"),
-        (["train.epochs=0", "train.seed=-1"], "--set train.epochs=0: train.epochs must be at least 1"),
         (["clip.r=0"], "--set clip.r=0: "),
-        (["optimizer.cross_l2=1", "train.batch_size=2", "train.accumulation=3"],
-         "--set train.batch_size=2, --set train.accumulation=3: train.accumulation must be from 1"),
         (["optimizer.cross_l2=1", "optimizer.embedding=sgd", "optimizer.weight_decay=2"],
          "--set optimizer.embedding=sgd, --set optimizer.weight_decay=2: optimizer.weight_decay = 2.0 needs"),
-        (["train.seed=1", "id_table.capacity=6"], "--set id_table.capacity=6: id_table.capacity = 6 has no meaning"),
-        (["model.name=deepfm", "train.epochs=0"], "--set train.epochs=0: "),  # the first repairs the file
         (["train.seed=1"], "{file}: model.name is"),
         *(([each], "--set takes section.key=value, got") for each in ("train.seed", "seed=5", "=5", "train.=5", "")),
     ],
@@ -268,9 +238,8 @@ def test_a_table_is_a_field_unless_fields_share_it() -> None:
 IDS = {"kind": "collisionless"}
 WRONG_TIME = 'id_table.expire_after must be a whole number and a unit .* such as "30d"'
 WRONG_TABLES: list[tuple[dict[str, Any], str]] = [
-    *(({"expire_after": text} | IDS, WRONG_TIME) for text in ("30", "d", "-3d", "1.5h", "0d", "3 months")),
+    *(({"expire_after": text} | IDS, WRONG_TIME) for text in ("30", "0d")),
     ({"capacity": 0}, "id_table.capacity must be at least 1, got 0"),
-    ({"kind": "hash", "expire_after": "3d"}, r'id_table.expire_after = .3d. has no meaning for .*"hash"'),
     ({"kind": "collisionless", "threshold": 5}, 'threshold = 5 has no meaning for id_table.admission = "none"'),
     (
         {"kind": "rows", "capacity": 10},
@@ -278,12 +247,9 @@ WRONG_TABLES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"kind": "rows", "tables": {"day": {"capacity": 10}}}, "tables.day.capacity = 10 has no meaning"),
     ({"kind": "rows", "tables": {"day": {"admission": "count"}}}, "tables.day.admission = 'count' has no meaning"),
-    ({"tables": {"day": {"capacty": 4}}}, "id_table.tables.day.capacty"),
     ({"tables": {"dya": {"capacity": 4}}}, "names 'dya', which is not a sparse field; did you mean"),
     ({"kind": "rows", "tables": {"both": {"fields": ["day", "user"]}}}, "row numbers mean different ids"),
-    ({"tables": {each: {"fields": ["day"]} for each in "ab"}}, "tables.b and id_table.tables.a both name field 'day'"),
     ({"tables": {"a": {"fields": ["day", "tags"]}}}, "one is pooled by sum, the other by mean"),
-    ({"tables": {"both": {"fields": ["day", "item"]}}}, "'item' share table 'both', but their .* are 10 and 3 wide"),
 ]
 
 
@@ -323,12 +289,6 @@ def test_the_command_writes_new_files_only(cowrec: Cowrec, tmp_path: Path) -> No
     file = tmp_path / "run.toml"
     assert cowrec("config", "init", "--for", "avazu", "--output", file)[0] == 0
     assert file.read_text() == run_file("avazu")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    error = cowrec("config", "init", "--output", tmp_path / "full.toml")[2]
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "File too large" in error
-    assert list(tmp_path.iterdir()) == [file]
     assert f"{file} exists; choose another --output" in cowrec("config", "init", "--output", file)[2]
     assert cowrec("config", "init") == (0, run_file(), "")
     assert "--for 'critoe' is not known; did you mean 'criteo'?" in cowrec("config", "init", "--for", "critoe")[2]

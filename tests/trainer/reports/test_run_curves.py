@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from commands.command_line import Cowrec
-from cowrec.trainer.reports.plotting import plt
-from cowrec.trainer.reports.run_curves import RunCurves, curves_table, plot_runs
+from cowrec.trainer.reports.run_curves import RunCurves, curves_table
 from cowrec.trainer.reports.text_table import speed_text
 from refusal import refused
 
@@ -63,26 +62,6 @@ def test_the_command_draws_runs_and_prints_a_table(cowrec: Cowrec, tmp_path: Pat
     assert second.split() == [str(runs[1]), "0", *"-----", "102"]
     assert last == f"plot: {picture}"
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_calibration_is_drawn_against_equal_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures: list[Any] = []
-    monkeypatch.setattr(plt, "close", figures.append)
-    plot_runs([RunCurves.read("run", write(tmp_path, lines_of(2)) / "metrics.jsonl")], tmp_path / "runs.png")
-    (axes,) = (each for each in figures[0].axes if each.get_title().startswith("click rate"))
-    curve, diagonal = axes.lines
-    assert [curve.get_xdata().tolist(), curve.get_ydata().tolist()] == [BINS["prediction"], BINS["ctr"]]
-    assert diagonal.get_xy1() == (0, 0)
-    assert diagonal.get_slope() == 1
-
-
-def test_every_run_has_its_name(cowrec: Cowrec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the folder that the command runs in, and a name of which matplotlib would leave out the label."""
-    monkeypatch.chdir(write(tmp_path / "_base", lines_of(1)))
-    write(tmp_path / "large", lines_of(1))
-    table = cowrec("plot", ".", "../large", "--output", "runs.svg")[1].splitlines()
-    assert [line.split()[0] for line in table[1:3]] == ["_base", "large"]
-    assert {"<!--  _base -->", "<!-- large -->"} <= {line.strip() for line in Path("runs.svg").read_text().splitlines()}
 
 
 def test_a_folder_without_curves_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from cowrec.trainer.config.run import RunConfig, load_config, save_config, to_pl
 from trainer_cases import make_data
 
 SHARED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-OFTEN = settings(SHARED, max_examples=3 * settings.default.max_examples)
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=20)
 LEAVES = st.one_of(st.booleans(), st.integers(-(2**70), 2**70), st.floats(), TEXT)
 VALUES = st.recursive(
@@ -54,7 +53,7 @@ def loaded(file: Path) -> RunConfig | None:
         return None
 
 
-@OFTEN
+@SHARED
 @given(choice=st.integers(0), value=VALUES)
 def test_any_value_at_any_key_of_a_configuration(tmp_path: Path, choice: int, value: Any) -> None:
     """The value is loaded as written, and again when it has been saved, or one UserError explains the problem."""
@@ -78,16 +77,6 @@ def test_any_value_at_any_key_of_a_configuration(tmp_path: Path, choice: int, va
     if isinstance(value, dict):  # a table of tables, which have defaults
         found, value = sorted(found), sorted(value)
     assert found == value or found == pytest.approx(value, nan_ok=True)
-
-
-@OFTEN
-@given(text=TEXT, start=st.integers(0), length=st.integers(0, 30))
-def test_any_text_in_a_configuration(tmp_path: Path, text: str, start: int, length: int) -> None:
-    text_of_config = tomli_w.dumps(to_plain(RunConfig()))
-    start %= len(text_of_config)
-    file = tmp_path / "run.toml"
-    file.write_text(text_of_config[:start] + text + text_of_config[start + length :], encoding="utf-8")
-    loaded(file)
 
 
 def read_all(folder: Path) -> int | str:

@@ -161,19 +161,6 @@ def test_errors_of_a_tracker_leave_out_readings_and_warn_once(tmp_path: Path, ca
     assert again.calls == [("begin", "id7"), ("end", "KILLED")]
 
 
-def test_a_tracker_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(metrics_log, "_LAST_SECONDS", 0.05)
-    monkeypatch.setattr(metrics_log, "_MOST_WAITING", 3)
-    answer = threading.Event()
-    with logging_to(tmp_path, Recorder(waits=answer)) as log:
-        for step in range(1, 9):
-            log.write("train", step, loss=1.0)
-    answer.set()
-    assert len(lines_of(tmp_path)) == 8
-    (warning,) = (each.getMessage() for each in caplog.records if each.levelno == logging.WARNING)
-    assert "some does not record all metrics: it takes metrics more slowly than the run writes them" in warning
-
-
 def test_messages_have_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, f"secret-of-{name.lower()}")
@@ -195,28 +182,6 @@ def test_names_of_fields_are_names_that_mlflow_takes_and_stay_apart(fields: list
         assert posixpath.normpath(name) == name
     assert _mlflow_name("eval/auc of_a-b.c: d") == "eval/auc of_a-b.c: d"
     assert _mlflow_name("clip/fields/年龄/rows") == "clip/fields/年龄/rows"
-
-
-def test_lines_that_cannot_be_written_are_left_out_with_one_warning(tmp_path: Path, caplog: Any) -> None:
-    """Steps 3 and 4, while a folder is in the file's place; without `may_drop` this is an error."""
-    file, away = tmp_path / "metrics.jsonl", tmp_path / "away"
-    with MetricsLog(tmp_path / "strict") as strict:
-        (tmp_path / "strict" / "metrics.jsonl").mkdir()
-        with pytest.raises(IsADirectoryError):
-            strict.write("train", 1, loss=1.0)
-    with MetricsLog(tmp_path, may_drop=True) as log:
-        for step in range(1, 7):
-            if step == 3:
-                file.rename(away)
-                file.mkdir()
-            if step == 5:
-                file.rmdir()
-                away.rename(file)
-            log.write("train", step, loss=1.0)
-    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert steps(tmp_path) == [event.step for event in board.Scalars("train/loss")] == [1, 2, 5, 6]
-    (warning,) = (each.getMessage() for each in caplog.records if each.levelno == logging.WARNING)
-    assert warning.startswith("warning: metrics are left out until they can be written: [Errno 21] Is a directory")
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -277,8 +242,3 @@ def test_the_commit_is_read_without_a_lock(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / ".git" / "index").read_bytes() == index
     (tmp_path / "code.py").write_text("changed")
     assert provenance._git_commit() == commit + "+"
-    installed = tmp_path / ".venv" / "lib" / "code.py"  # inside a user's own repository
-    installed.parent.mkdir(parents=True)
-    installed.touch()
-    monkeypatch.setattr(provenance, "__file__", str(installed))
-    assert provenance._git_commit() is None

@@ -17,25 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cowrec.files import checksum, locked_folder
 from cowrec.trainer.config.run import load_config, save_config
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs import checkpoint
-from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, checkpoint_name, find_checkpoint, list_checkpoints
+from cowrec.trainer.runs.checkpoint import Checkpoints, checkpoint_name, find_checkpoint, list_checkpoints
 from cowrec.trainer.runs.run_dir import require_unused
 from cowrec.trainer.runs.run_place import RunPlace
 from cowrec.trainer.runtime.errors import Interrupted
-from cowrec.trainer.runtime.processes import Process, process_group
-from cowrec.trainer.sharded_model.step_guard import random_state
+from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.training import evaluation
-from cowrec.trainer.training import state as training_state
 from cowrec.trainer.training.evaluation import predictions
 from cowrec.trainer.training.saved_run import evaluate_run
 from cowrec.trainer.training.trainer import train
 from refusal import refused
 from run_comparison import assert_same, state_of
+from tiers import tiered
 from trained_runs import data_folder, make_folder
 from trained_runs import metrics as metrics_of
 from trained_runs import run as run_of
@@ -82,7 +80,7 @@ FUSED_STATE: dict[str, dict[str, int]] = {
 """What FBGEMM's optimizers keep, and its dimensions: of each row, or of each element."""
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", tiered(SETTINGS, SETTINGS.keys() - {"dense", "sgd", "adagrad"}))
 def test_a_resumed_run_is_bit_identical(folder: Path, tmp_path: Path, name: str) -> None:
     """Resumed in the second epoch, or in the first; with replay, of fields of all kinds, in both and between them."""
     settings = SETTINGS[name]
@@ -153,20 +151,6 @@ def test_an_epoch_ends_on_the_kind_of_device_it_began_on(folder: Path, uninterru
         run(folder, tmp_path / "at3", resume=True)
     run(folder, tmp_path / "at5", resume=True)
     assert_same(tmp_path / "at5", uninterrupted)
-
-
-def test_a_run_that_began_on_cpu_goes_on_with_a_gpu(
-    folder: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its checkpoint has no random state of a GPU."""
-
-    def with_gpu(process: Process) -> dict[str, Any]:
-        return {key: each | {"cuda": torch.zeros(16).byte()} for key, each in random_state(process).items()}
-
-    copy = interrupted(uninterrupted, 5, tmp_path / "copy")
-    monkeypatch.setattr(training_state, "random_state", with_gpu)
-    run(folder, copy, resume=True)
-    torch.testing.assert_close(state_of(copy), state_of(uninterrupted), rtol=0, atol=0)
 
 
 def test_a_large_state_is_in_several_files(
@@ -240,14 +224,14 @@ def test_a_flipped_bit_in_a_manifest_is_harmless_or_noticed(uninterrupted: Path,
     content = manifest.read_bytes()
     with process_group("cpu") as process:
         intact, before = (find_checkpoint(copy, process, step=step) for step in (10, 9))
-        for bit in random.Random(0).sample(range(8 * len(content)), 1000):
+        for bit in random.Random(0).sample(range(8 * len(content)), 100):
             changed = bytearray(content)
             changed[bit // 8] ^= 1 << bit % 8
             manifest.write_bytes(changed)
             found = find_checkpoint(copy, process)
             assert found in (before, intact), bit
             skipped += found == before
-    assert skipped > 500  # the others changed the space between two values
+    assert skipped > 50  # the others changed the space between two values
 
 
 def test_other_formats_and_models_are_refused(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
@@ -311,25 +295,7 @@ def test_checkpoints_that_are_kept(folder: Path, tmp_path: Path) -> None:
     assert left == {18, 20, best}
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(tmp_path: Path, caplog: Any) -> None:
-    """One is a file, which no folder's removal takes; another one was moved to a larger disk, and a link is left."""
-    large = tmp_path / "large"
-    with process_group("cpu") as process:
-        checkpoints = Checkpoints(RunPlace(tmp_path / "run", resume=True), CheckpointConfig(keep_last=1), process)
-        checkpoints.save({"weight": torch.ones(3)}, Progress(2), {})
-        checkpoints.finish()
-        first, second = (checkpoints.folder / checkpoint_name(step) for step in (1, 2))
-        second.rename(large)
-        second.symlink_to(large)
-        first.touch()
-        checkpoints.save({"weight": torch.ones(3)}, Progress(3), {})
-        checkpoints.finish()
-    assert list_checkpoints(checkpoints.folder) == [first, checkpoints.latest]
-    assert large.is_dir()
-    assert f"{first} is no longer needed but cannot be removed" in caplog.text
-
-
-@pytest.mark.parametrize("message", [CHECKSUM, "checkpoint.json or its checksum is missing"])
+@pytest.mark.parametrize("message", [CHECKSUM])
 def test_a_damaged_later_checkpoint_costs_none_that_is_kept(
     folder: Path, uninterrupted: Path, tmp_path: Path, message: str
 ) -> None:
@@ -377,14 +343,6 @@ def test_a_checkpoint_that_replaces_one_of_its_step_outlasts_a_kill(uninterrupte
     assert [each.name for each in list_checkpoints(checkpoints)][-2:] == ["step_000000009", "step_000000010"]
 
 
-def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
-    """Whose names have nine digits, until there are more."""
-    steps = [1, 999_999_940, 1_000_000_000, 10_000_000_000]
-    for step in reversed(steps):
-        (tmp_path / checkpoint_name(step)).mkdir()
-    assert list_checkpoints(tmp_path) == [tmp_path / checkpoint_name(step) for step in steps]
-
-
 @contextmanager
 def stopped_in_the_first_batch(split: str) -> Iterator[None]:
     """SIGTERM comes once, while samples of a split are measured for the first time."""
@@ -400,18 +358,6 @@ def stopped_in_the_first_batch(split: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "predictions", stop_in_first_batch)
         yield
-
-
-def test_a_stop_while_the_test_split_is_measured_at_the_end_is_heard(folder: Path, tmp_path: Path) -> None:
-    """A resumed run measures again, with the weights of the best epoch."""
-    given = ("train.validation_fraction=0.2", "checkpoint.keep_best=auc")
-    expected = run(folder, tmp_path / "whole", *given)
-    with stopped_in_the_first_batch("test"), pytest.raises(Interrupted, match=r"stopped at step \d+; saved .*--resume"):
-        run(folder, tmp_path / "run", *given)
-    assert not metrics_of(tmp_path / "run", "test")
-    report = run(folder, tmp_path / "run", *given, resume=True)
-    for key in ("auc", "logloss", "validation_auc", "epochs"):
-        assert report[key] == expected[key], key
 
 
 def test_a_stop_during_the_evaluation_is_heard(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:

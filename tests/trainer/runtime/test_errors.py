@@ -23,7 +23,6 @@ from cowrec.files import write_file
 from cowrec.sparse_opt.versions import UnmatchedVersions
 from cowrec.trainer.config.run import config_from
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed, is_message, message_of
-from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.training import saved_run
 from online_cases import case_fixture
 from trainer_cases import ENVIRONMENT
@@ -89,13 +88,6 @@ def test_a_full_disk_is_named_with_the_remedy() -> None:
     assert message_of(error).startswith("File too large for x; raise the limit of file sizes (ulimit -f), then")
     assert message_of(OSError(errno.ENOSPC, "the disk of X is full")) == "[Errno 28] the disk of X is full"
     assert message_of(raised(lambda: Path("/no/such/file").read_text())).endswith("'/no/such/file'")
-
-
-def test_a_process_group_leaves_the_hook_for_errors_that_nobody_catches() -> None:
-    hook = sys.excepthook
-    with process_group("cpu"):
-        pass
-    assert sys.excepthook is hook
 
 
 KEYS = {"time", "level", "logger", "message"}

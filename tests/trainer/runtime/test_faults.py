@@ -11,24 +11,18 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemWriter
 
-from cowrec.trainer.config.sections import CheckpointConfig
-from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
-from cowrec.trainer.runs.run_place import RunPlace
 from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.runtime.processes import process_group as trainer_process_group
 from cowrec.trainer.runtime.stopping import LossWatch
 from process_groups import in_processes, process_group
 from run_comparison import assert_same, lines, wait_for
 from trained_runs import data_folder, make_folder
-from trainer_cases import ENVIRONMENT, case_of, free_port, launched_as, newest_progress, train_in_processes
+from trainer_cases import ENVIRONMENT, case_of, newest_progress, train_in_processes
 
 OFTEN = ["checkpoint.every_steps=7", "train.log_every=1", "model.dropout=0.2"]
 LONG = [*OFTEN, "train.epochs=30"]
@@ -108,21 +102,6 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: 
     process.terminate()
     assert process.wait(timeout=600) == 130
     assert not list(run_dir.rglob("*.partial"))
-
-
-@pytest.mark.thorough
-def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, start) -> None:
-    run_dir = tmp_path / "run"
-    process = start(*training(folder, run_dir, "train.epochs=30", *LARGE))
-    line_with(process, "epoch 3/")
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
-    printed = process.stderr.read()
-    assert process.wait(timeout=600) == 2
-    assert "error: the checkpoint of step 150 could not be written" in printed
-    assert "free disk space or repair the folder, then train with --resume" in printed
-    assert list((run_dir / "checkpoints").glob("step_?????????"))
-    process = start(*training(folder, run_dir, "train.epochs=30", *LARGE))
-    assert process.wait(timeout=600) == 0
 
 
 @pytest.mark.thorough
@@ -218,29 +197,3 @@ def two_processes(rank: int, folder: str) -> None:
 
 def test_all_processes_read_the_same(tmp_path: Path) -> None:
     in_processes(two_processes, (str(tmp_path),), 2)
-
-
-TIMEOUT = 5.0
-
-
-def write(rank: int, folder: Path, port: int) -> None:
-    """Rank 1 writes for twice the timeout."""
-    launched_as(rank, 2, port)
-    original = FileSystemWriter.write_data
-
-    def late(*arguments, **settings):
-        time.sleep(2 * TIMEOUT)
-        return original(*arguments, **settings)
-
-    with trainer_process_group("cpu", TIMEOUT) as process:
-        checkpoints = Checkpoints(RunPlace(folder, resume=True), CheckpointConfig(), process)
-        with patch.object(FileSystemWriter, "write_data", late if rank else original):
-            checkpoints.save({"x": torch.ones(3)}, Progress(1), {})
-            checkpoints.finish()
-        assert (checkpoints._failure, checkpoints.latest is not None) == (None, rank == 0)
-
-
-@pytest.mark.thorough
-def test_a_slow_process_is_waited_for(tmp_path: Path) -> None:
-    in_processes(write, (tmp_path, free_port()), 2)
-    assert (tmp_path / "checkpoints" / "step_000000001" / "checkpoint.json").exists()

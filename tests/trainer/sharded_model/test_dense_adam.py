@@ -58,7 +58,7 @@ def test_weight_decay_is_that_of_torchs_adamw(epsilon: str) -> None:
     assert torch.equal(unused, torch.linspace(-1, 1, 40))
 
 
-@pytest.mark.parametrize("border", [1, 100, _BLOCK_ROWS - 1, _BLOCK_ROWS, _BLOCK_ROWS + 1, 2 * _BLOCK_ROWS + 7])
+@pytest.mark.parametrize("border", [1, _BLOCK_ROWS, 2 * _BLOCK_ROWS + 7])
 def test_initial_rows_do_not_depend_on_the_sharding(border: int) -> None:
     given = ("city", 5, 0.01, 3)
     complete, parts, by_columns = (torch.full((2 * _BLOCK_ROWS + 20, 8), torch.nan) for _ in range(3))

@@ -14,6 +14,7 @@ from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan
 from cowrec.trainer.sharded_model.tables import tables_of
 from cowrec.trainer.training.state import TrainState
 from refusal import refused
+from tiers import tiered
 from trained_runs import predicted
 from trained_runs import run as run_of
 from trainer_cases import OPTIMIZERS, UNWEIGHTED, config_file, make_data
@@ -34,7 +35,7 @@ def run(folder: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
     return run_of(folder, run_dir, *overrides, data=folder / "single" / "data")
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", tiered(OPTIMIZERS, ("replay", "lazy", "rowwise_adagrad")))
 def test_id_tables_train_like_a_vocabulary(folder: Path, tmp_path: Path, optimizer: str) -> None:
     """Tables start at zero, so that only row numbers differ, and with them the order of some sums."""
     settings = [*OPTIMIZERS[optimizer], "optimizer.embedding_init_std=0"]

@@ -1,7 +1,7 @@
 """Several processes train what one does, under every plan, and resume each other's runs under other plans."""
 
 import json
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from cowrec.data_pipeline import SynthesizeConfig, synthesize
 from cowrec.trainer.sharded_model.sharding import sharding_line
 from run_comparison import assert_close, assert_same_measures, up_to_date
 from shared_work import made_once
+from tiers import tiered
 from trained_runs import metrics, report_of
 from trainer_cases import (
     TEST_ROWS,
@@ -115,11 +116,6 @@ def make_runs(folder: Path, thorough: bool) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path:
     return made_once(tmp_path_factory, "several_processes", lambda folder: make_runs(folder, thorough))
-
-
-def tiered(cases: Iterable[Any], first: Container[Any]) -> list[Any]:
-    """The cases as parameters; those that are not among the first ones belong to the third tier."""
-    return [each if each in first else pytest.param(each, marks=pytest.mark.thorough) for each in cases]
 
 
 def several(folder: Path, *of: str | int) -> Path:

@@ -4,34 +4,24 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-from matplotlib.colors import to_rgba
 from optuna.trial import TrialState
 
 from commands.command_line import Cowrec
 from commands.forked_commands import Forked
 from cowrec.data_pipeline import Schema
-from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer import load_config, train
-from cowrec.trainer.reports.plotting import plt
-from cowrec.trainer.runtime.errors import Interrupted
-from cowrec.trainer.sweep.results import plot_sweep, sweep_table, tune_table
-from cowrec.trainer.sweep.runs import Runs
-from cowrec.trainer.sweep.sweep import COMPETITORS, Grid, _in_short, clip_remark, default_rules, sweep
-from cowrec.trainer.sweep.tune import Outcome, Search, _quality, hints, study_of, tune
+from cowrec.trainer.sweep.results import plot_sweep, sweep_table
+from cowrec.trainer.sweep.sweep import COMPETITORS, Grid, clip_remark, default_rules, sweep
+from cowrec.trainer.sweep.tune import Outcome, Search, hints, study_of, tune
 from refusal import refused
 from trained_runs import data_folder
 from trainer_cases import config_file, make_data
@@ -61,22 +51,6 @@ def lines_of(output: Path) -> list[dict[str, Any]]:
 
 def key(line: dict[str, Any]) -> tuple:
     return line["rule"], line["batch_size"], line["clip"], line["seed"]
-
-
-def test_rates_decay_where_a_run_has_the_steps(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As if `train` had been called with each batch size: ten steps, and six; which is said."""
-    monkeypatch.setattr("cowrec.trainer.config.run.DECAY_SAMPLES", 1)
-    monkeypatch.setattr("cowrec.trainer.config.run.DECAY_STEPS", 8)
-    config = load_config(folder / "run.toml")
-    defaults = dataclasses.replace(config.optimizer, embedding_lr=None)
-    grid = Grid([51, 102], ["half_life"], ["off"], 1)
-    sweep(dataclasses.replace(config, optimizer=defaults), folder / "data", tmp_path / "grid", grid)
-    own = [load_config(each) for each in (tmp_path / "grid/runs").glob("*/config.toml")]
-    assert {each.train.batch_size: each.optimizer.lr_decay for each in own} == {51: "linear", 102: "none"}
-    assert "lr_decay depends on the number of steps (51: linear, 102: none)" in capsys.readouterr().err
-    assert {each["batch_size"]: each["lr_decay"] for each in lines_of(tmp_path / "grid")} == {51: "linear", 102: "none"}
 
 
 def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) -> None:
@@ -190,43 +164,6 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     assert "(1 of 2)" in sweep_table(found)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("whom", ["the sweep by Ctrl-C", "the sweep by SIGTERM", "its run by SIGTERM"])
-def test_a_stopped_sweep_says_how_to_continue_and_does(folder: Path, tmp_path: Path, whom: str) -> None:
-    epochs, output, grid = 100, tmp_path / "out", Grid([51], ["linear"], ["off"], 1)
-    run = output / "runs" / "linear-51-clip_off-seed0"
-
-    def stop() -> None:
-        while not any(run.glob("checkpoints/step_?????????")):
-            time.sleep(0.001)
-        child = multiprocessing.active_children()[0]
-        if whom == "the sweep by Ctrl-C":  # which a terminal sends to both
-            assert child.pid
-            os.kill(child.pid, signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-        elif whom == "the sweep by SIGTERM":
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            child.terminate()
-
-    # SIGINT may be ignored when the tests run in the background.
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
-    stopping = threading.Thread(target=stop)
-    stopping.start()
-    with pytest.raises(Interrupted, match=f"stopped in run {run.name}; the same command continues there"):
-        run_sweep(folder, output, f"train.epochs={epochs}", grid=grid)
-    stopping.join()
-    signal.signal(signal.SIGINT, earlier)
-    assert not multiprocessing.active_children()
-    assert not (output / "sweep.jsonl").exists()
-    before = (run / "metrics.jsonl").read_bytes().splitlines()
-    (line,) = run_sweep(folder, output, f"train.epochs={epochs}", grid=grid)
-    assert line["steps"] == 5 * epochs
-    after = (run / "metrics.jsonl").read_bytes().splitlines()
-    assert after[: len(before)] == before, "the run did not save all that it had done"
-    assert len(after) > len(before)
-
-
 def test_failed_runs_are_recorded_and_the_others_continue(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,18 +243,6 @@ def row(text: str, block: str, name: str) -> list[str]:
     return [cell.strip() for cell in cells if cell.strip()][1:]
 
 
-def drawn(lines: list[dict[str, Any]], path: Path) -> Any:
-    """The figure that a plot saves."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plt, "close", lambda figure: None)
-        image = plt.imread(plot_sweep(lines, path))
-        assert min(image.shape[:2]) > 400
-        assert image.std() > 0
-        figure = plt.gcf()
-    plt.close(figure)
-    return figure
-
-
 def test_differences_from_the_base_and_its_spread() -> None:
     """The base's deviation is one point: 81.5 is within it, 79.9 and 82.1 are outside."""
     aucs = {("cowclip", 64): BASE, ("cowclip", 8192): [0.799] * 3, ("cowclip", 16384): [0.821] * 3}
@@ -350,46 +275,6 @@ def test_each_clip_is_compared_with_its_own_base_and_one_seed_has_no_spread() ->
     assert "No run of the base, batch 64, has an AUC" in sweep_table(failed)
     without = sweep_table([line for line in lines if line["batch_size"] != 64])
     assert without.endswith("The base, batch 64, is not in this sweep; add it to see what a batch loses.")
-
-
-def test_best_epoch_and_expected_logloss_are_shown_where_lines_have_them(tmp_path: Path) -> None:
-    aucs = {("cowclip", 64): BASE, ("cowclip", 8192): BASE}
-    lines = lines_with(aucs, expected_logloss=0.44)
-    lines[0]["best_epoch_auc"] = lines[0]["auc"] + 0.0009
-    assert "best epoch" not in sweep_table(lines)
-    lines[-1]["best_epoch_auc"] = 0.85
-    text = sweep_table(lines)
-    expected = 100 * (np.mean([*BASE[:2], 0.85]) - np.mean([BASE[0] + 0.0009, *BASE[1:]]))
-    assert row(text, "test AUC of the best epoch", "cowclip")[1].endswith(f", {expected:+.2f} better")
-    assert row(text, "expected logloss", "cowclip")[1].endswith(", +0.0000 within")
-    panels = [axis.get_ylabel() for axis in drawn(lines, tmp_path / "sweep.png").axes]
-    assert panels == ["test AUC", "test AUC of the best epoch", "test logloss", "expected logloss"]
-
-
-def test_the_plot_has_the_band_of_the_base_and_a_style_for_every_rule(tmp_path: Path) -> None:
-    aucs = {(rule, 64): BASE for rule in SCALING_RULES} | {(rule, 8192): [0.7, 0.71, 0.72] for rule in SCALING_RULES}
-    lines = lines_with(aucs) + lines_with(aucs, clip="off")
-    figure = drawn(lines, tmp_path / "sweep.png")
-    quality = figure.axes[0]
-    mean, spread = np.mean(BASE), np.std(BASE, ddof=1)
-    bands = [patch.get_extents().transformed(quality.transData.inverted()) for patch in quality.patches]
-    assert [(band.y0, band.y1) for band in bands] == [pytest.approx((mean - spread, mean + spread))] * 2
-    assert [text.get_text() for text in quality.get_xticklabels()] == ["64\n31,250 steps", "8K\n244 steps"]
-    entries = {text.get_text() for text in figure.legends[0].get_texts()}
-    curves = {container.get_label(): container.lines[0] for container in quality.containers}
-    both = [f"{rule}, clip {clip}" for clip in ("on", "off") for rule in SCALING_RULES]
-    assert list(curves) == both
-    assert entries == {*both, "base, batch 64, clip on", "base, batch 64, clip off", "best possible"}
-    styles = {(to_rgba(curves[name].get_color()), curves[name].get_marker()) for name in both}
-    assert len(styles) == len({color for color, _ in styles}) == len(SCALING_RULES)
-    assert {curve.get_xdata()[0] for curve in curves.values()} == {64}
-    assert len({curve.get_xdata()[1] for curve in curves.values()}) == len(both), "curves are shifted sideways"
-
-
-def test_a_run_with_few_steps_warns_in_the_terminal() -> None:
-    for size, steps, warns in ((8192, 199, True), (8192, 200, False), (64, 9, False)):
-        (line,) = lines_with({("none", size): [0.8]}, steps=steps, samples_per_second=1.0)
-        assert ("too few steps to judge a rule" in _in_short(line)) == warns
 
 
 TRIALS = 6
@@ -484,43 +369,16 @@ def test_more_trials_and_wider_ranges_continue(single: Path, found: Outcome) -> 
     more = run_study(single, single / "study", search=wider, trials=TRIALS + 1)
     assert more.lines[:TRIALS] == found.lines
     assert len(more.lines) == TRIALS + 1
-    with pytest.raises(ValueError, match=r"another configuration: it has checkpoint.keep_best = 'logloss', but 'auc'"):
-        run_study(single, single / "study", search=dataclasses.replace(SEARCH, metric="auc"))
 
 
-def test_a_trial_whose_loss_is_not_finite_fails_and_the_study_goes_on(
-    single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its folder is whole until its line is kept."""
-    whole: list[bool] = []
-
-    def add(runs: Runs, line: dict[str, Any], add: Callable = Runs.add) -> None:
-        whole.append((runs.folder_of(f"trial-{line['trial']}") / "vocabulary").exists())
-        add(runs, line)
-
-    monkeypatch.setattr(Runs, "add", add)
+def test_a_trial_whose_loss_is_not_finite_fails_and_the_study_goes_on(single: Path, tmp_path: Path) -> None:
     search = Search(51, "auc", {"dense_lr": (5e-3, 1e37), "embedding_lr": None, "l2": None}, patience=0)
     outcome = run_study(single, tmp_path / "out", "train.epochs=1", search=search, trials=4)
     failed = [line for line in outcome.lines if line["state"] == "failed"]
     assert failed, outcome.lines
     assert all(line["error"].startswith("NonFiniteLoss: the loss was not finite") for line in failed)
-    assert whole == [line in failed for line in outcome.lines]
-    assert not list((tmp_path / "out").glob("runs/*/vocabulary"))
     assert outcome.best is not None
     assert outcome.best["validation_auc"] == max(line.get("validation_auc", 0) for line in outcome.lines)
-
-
-def test_a_rate_too_high_for_the_weight_decay_is_a_failed_trial(single: Path, tmp_path: Path) -> None:
-    """No such run is started; Optuna learns from it as from a diverged one."""
-    search = Search(51, "auc", {"dense_lr": (5e-3, 1e6), "embedding_lr": None, "l2": None}, patience=0)
-    overrides = ("train.epochs=1", "optimizer.dense_weight_decay=0.5")
-    outcome = run_study(single, tmp_path / "out", *overrides, search=search, trials=4)
-    for line in outcome.lines:
-        assert (line["state"] == "failed") == (line["dense_lr"] > 2), "a step of more than the whole weight"
-        assert line["state"] == "complete" or "of each weight in a step" in line["error"]
-        assert (tmp_path / "out" / "runs" / f"trial-{line['trial']}").exists() == (line["state"] == "complete")
-    assert {line["state"] for line in outcome.lines} == {"complete", "failed"}
-    assert outcome.best is not None
 
 
 def test_values_at_the_edge_and_the_last_epoch_are_named() -> None:
@@ -532,26 +390,6 @@ def test_values_at_the_edge_and_the_last_epoch_are_named() -> None:
     assert "--l2 1e-07,0.0001" in low
     assert "--set train.epochs=8" in epochs
     assert not hints({"l2": 1e-5, "best_epoch": 1}, {"l2": (1e-6, 1e-4)}, 1)
-
-
-def test_a_study_has_the_rates_of_its_own_batch_size(
-    single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At batch size 51 they would decay by default, at 102 there are too few steps."""
-    monkeypatch.setattr("cowrec.trainer.config.run.DECAY_SAMPLES", 1)
-    monkeypatch.setattr("cowrec.trainer.config.run.DECAY_STEPS", 12)
-    config = load_config(single / "run.toml", [*OVERRIDES, "train.batch_size=51"])
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, embedding_lr=None))
-    tune(config, single / "data", tmp_path / "out", SEARCH, 1)
-    assert load_config(tmp_path / "out" / "tuned.toml").optimizer.lr_decay == "none"
-    with pytest.raises(ValueError, match=r"--patience 2 would end trials before .* optimizer.lr_decay is \"linear\""):
-        tune(config, single / "data", tmp_path / "other", Search(51, patience=2), 1)
-
-
-def test_validation_samples_of_one_class_have_no_auc(found: Outcome) -> None:
-    line = {**found.lines[0], "validation_auc": None}
-    assert f"logloss {line['validation_logloss']:.5f}  AUC -  epoch" in _quality(line)
-    assert row(tune_table([line], "logloss"), "trial", "1")[-2] == "-"
 
 
 def test_the_command_prints_the_best_trials(cowrec: Cowrec, single: Path, found: Outcome) -> None:
