@@ -14,6 +14,8 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.modules import embedding_modules
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -31,7 +33,7 @@ from cowrec.sparse_opt import (
 )
 from cowrec.sparse_opt.kernels.layout import LookupBackward
 from cowrec.sparse_opt.lookups.rules import TableRules
-from cowrec.sparse_opt.lookups.wrapped_lookup import WrappedLookup
+from cowrec.sparse_opt.lookups.wrapped_lookup import Accumulation, WrappedLookup
 from cowrec.sparse_opt.tbe.inventory import ModelInventory
 from process_groups import in_processes, process_group
 from random_problems.drawing import Problem, small_problem
@@ -54,6 +56,7 @@ pytestmark = pytest.mark.usefixtures("group")
 attached_either_way = pytest.mark.parametrize(
     "attach", [attach_cowclip, lambda model, rule, **more: EmbeddingAdam(model, AdamConfig(), rule, **more)]
 )
+leave_out_of_ddp: Any = getattr(embedding_modules, "mark_data_parallel_skip_grad_sync", None)
 RULE = CowClip(r=1.0, zeta=1e-3)
 RULES: list[ClipRule] = [RULE, FieldClip(0.3), AdaptiveFieldClip(0.5, 1e-3), GlobalClip(0.4)]
 
@@ -451,5 +454,81 @@ def test_a_batch_may_be_overwritten_after_its_backward(optimizer: str, case: dic
                 for each in (ids.values(), ids.offsets(), ids.weights_or_none()):
                     if each is not None:
                         each.zero_()
+        trained.append(state_of(model))
+    assert_equal(*trained)
+
+
+class _AsView(torch.autograd.Function):
+    """Returns its input as a view, as FBGEMM's lookups of a variable batch size do on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.view(output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def attached_outside_of_ddp(rank: int, folder: str) -> None:
+    with process_group(rank, 2, folder):
+        for optimizer in ("sgd", "lazy", "replay"):
+            case = small_problem(sharding="data_parallel,table_wise", world=2, optimizer=optimizer, lr=0.1)
+            states, wrapped = [], []
+            for prepare in (leave_out_of_ddp, lambda _: None):
+                model = sharded_model(case, prepare=prepare)
+                wrapped.append(any(isinstance(each, DistributedDataParallel) for each in model.module.c0._lookups))
+                ATTACH[optimizer](model)
+                dense = dense_optimizer(case, model)
+                for step in range(case.steps):
+                    train_step(case, model, step)
+                    dense.step()
+                    dense.zero_grad()
+                states.append(state_of(model))
+            assert wrapped == [False, True]
+            assert_equal(*states)
+
+
+@pytest.mark.skipif(leave_out_of_ddp is None, reason="TorchRec before 1.9 wraps all data-parallel tables in DDP")
+def test_tables_that_torchrec_leaves_out_of_ddp_train_as_those_in_it(tmp_path: Path) -> None:
+    """Bit for bit, on both ranks. TorchRec itself means this for tables that are not trained."""
+    in_processes(attached_outside_of_ddp, (str(tmp_path),), 2)
+
+
+@by_optimizer
+def test_an_interrupted_step_begins_anew(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, handle = attached(optimizer, 2)
+    calls, add = [], Accumulation.add
+
+    def add_once(own: Accumulation, *arguments: Any) -> Any:
+        calls.append(own)
+        if len(calls) == 2:
+            raise MemoryError
+        return add(own, *arguments)
+
+    monkeypatch.setattr(Accumulation, "add", add_once)
+    with pytest.raises(MemoryError):
+        backward(model)
+    monkeypatch.undo()
+    message = r"have 0 or 1: an exception .* call accumulate\(n\) again.* of the tables '"
+    with pytest.raises(RuntimeError, match=message):
+        backward(model)
+    with pytest.warns(RuntimeWarning, match="1 backward passes that waited for others were dropped"):
+        handle.accumulate(2)
+    backward(model)
+    backward(model)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_outputs_that_are_views_are_clipped_too(passes: int) -> None:
+    trained = []
+    for is_view in (False, True):
+        model = sharded_model(CASE)
+        module: Any = ModelInventory(model).lookups[0].module
+        if is_view:
+            module.forward = lambda forward=module.forward, **inputs: _AsView.apply(forward(**inputs))
+        attach_cowclip(model, RULE, verify=0).accumulate(passes)  # a check would wait for the lookup's own backward
+        for _ in range(passes):
+            model(batches_of(CASE)[0][0])[0].backward()
         trained.append(state_of(model))
     assert_equal(*trained)
