@@ -362,6 +362,6 @@ def test_a_truth_value_is_the_same_id_however_it_is_written(tmp_path, true, fals
     assert sorted(ids("a", true, false)) == [2, 3]
     assert ids("a", "true", "false") == ids("a", True, False) == ids("a", "True", "False") == ids("a", "TRUE", "FALSE")
     assert ids("a", 1, 0) == ids("a", True, False)
-    assert ids("a", "yes", "tru") == [0, 0]
+    assert ids("a", "yes", "troo") == [0, 0]
     spelled = ids("b", "True", "TRUE", "true", "1")
     assert spelled.count(0) == 3, "with a third id, texts are ids of their own"
