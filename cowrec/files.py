@@ -63,7 +63,7 @@ def require_target(path: Path, *, new: bool = False) -> None:
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is a device or a pipe; name a file")
     if new and path.exists():
-        raise UserError(f"{path} exists; choose another --output, or remove it")
+        raise UserError(f"{path} exists; choose another --output, or remove it (schema infer: --overwrite)")
     folder = Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent
     if not folder.is_dir():
         raise UserError(f"{path} cannot be written: the folder {folder} does not exist; create it first")

@@ -31,7 +31,7 @@ from .dataset.sample_block import SampleBlock
 from .dataset.schema import LABEL, SAMPLE_WEIGHT, TIME, Schema
 from .dataset.shards import arrow_schema, block_from_table
 from .encoding.encoder import Encoder
-from .raw.columns import SampleColumns
+from .raw.columns import SampleColumns, ValueType
 from .raw.json_lines import (
     canonical_table,
     given_columns,
@@ -159,8 +159,9 @@ class SampleCodec:
         self._fields = dict[tuple[str, RawType], list[str]]()
         of_columns = dict[str, list[RawType]]()
         for field in layout.fields:
-            self._fields.setdefault((field.column, RawType.of(field)), []).append(field.name)
-            of_columns.setdefault(field.column, []).append(RawType.of(field))
+            kind = RawType.of(field, layout.decimal)
+            self._fields.setdefault((field.column, kind), []).append(field.name)
+            of_columns.setdefault(field.column, []).append(kind)
         types = {column: RawType.of_all(each) for column, each in of_columns.items()}
         times = dict.fromkeys(self._time.columns, RawType("id" if self._time.format else "time"))
         types = times | types if layout.ages else types
@@ -175,7 +176,7 @@ class SampleCodec:
         for column in (column for label in layout.labels for column in label.columns):
             types.setdefault(column, RawType("label"))
         if layout.weight:
-            types.setdefault(layout.weight, RawType("number"))
+            types.setdefault(layout.weight, RawType("number", ValueType(decimal=layout.decimal)))
         self._types = types
 
     @staticmethod
@@ -263,7 +264,8 @@ class SampleCodec:
             ValueError: no sample has some column, or a column has the wrong type.
         """
         require_columns(self.columns, samples.table.column_names)
-        columns, count = SampleColumns(samples.table, null_items="wrong"), samples.table.num_rows
+        columns = SampleColumns(samples.table, null_items="wrong", decimal=self._layout.decimal)
+        count = samples.table.num_rows
         label, time = np.full(count, np.nan, np.float32), np.zeros(count, np.int64)
         since: np.ndarray | None = None
         raw_label, weight = self._layout.labels[0], None

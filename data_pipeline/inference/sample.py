@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -17,17 +18,18 @@ from cowrec.errors import UserError
 from ..raw.columns import UNMARKED, label_value
 from ..raw.inputs import Source, find_inputs, partition_of
 from ..raw.json_lines import parsed_lines
+from ..raw.layouts import unescaped
 from ..raw.nested import flattened
 from ..raw.reading import look, naming_file, open_groups
 from ..raw.text import BYTE_ORDER_MARK, RawText
 from ..raw.validity import require_offsets
-from ..raw.values import LOOKS_MISSING, NUMBER_PATTERN, as_id_text, plain_array
+from ..raw.values import LOOKS_MISSING, NUMBER_PATTERN, as_id_text, plain_array, with_point
 from .columns import VECTORS
 from .names import ID_NAME, LABEL_NAMES, TIME_NAME
 
 SAMPLE_BYTES = 8 << 20
 SAMPLE_ROWS = 50_000
-DELIMITERS = ",\t;|"
+DELIMITERS = ",\t;|\x01"
 PROBED_LINES = 200
 LONG_TEXT = 60
 """Characters of a value that a message shows."""
@@ -41,7 +43,8 @@ class RawSample:
     Attributes:
         columns: names, possibly repeated; invented if the file has no header.
         rows: values as text, empty where null; None for a list.
-        delimiter, quote, header: as in a schema file; of Parquet and Arrow files the defaults.
+        delimiter, quote, header, encoding, decimal: as in a schema file; of Parquet and Arrow files the defaults.
+            Numbers of `rows` have a decimal point.
         notes: what is unsure.
         types: what the types of columns say: "time", "id", a kind of lists, `VECTORS` with a width, or a type that has
             neither numbers nor ids.
@@ -60,6 +63,8 @@ class RawSample:
     path: str = ""
     whole: bool = True
     partition: Mapping[str, list[str]] = field(default_factory=dict)
+    encoding: str = ""
+    decimal: str = "."
 
     @property
     def scope(self) -> str:
@@ -67,8 +72,10 @@ class RawSample:
         return "" if self.whole else f" in the first {len(self.rows):,} rows"
 
 
-def read_sample(path: str | os.PathLike[str], label: str = "") -> RawSample:
+def read_sample(path: str | os.PathLike[str], label: str = "", delimiter: str = "") -> RawSample:
     """Reads the first rows of a file, or of the first one of a folder; a first line with the label's name is a header.
+
+    The `delimiter` of text is found if none is given.
 
     Raises ValueError if the file cannot be read, or is text without columns.
     """
@@ -77,7 +84,7 @@ def read_sample(path: str | os.PathLike[str], label: str = "") -> RawSample:
     if source.format == "json":
         found = _json_sample(source.path, label)
     else:
-        found = _text_sample(source.path, label) if types is None else _table_sample(source, types, label)
+        found = _text_sample(source.path, label, delimiter) if types is None else _table_sample(source, types, label)
     values = [dict(partition_of(file)) for file in files]
     partition = {name: [each.get(name) or "" for each in values] for name in values[0] if name not in found.columns}
     return replace(found, path=source.path, whole=found.whole and len(files) == 1, partition=partition)
@@ -252,17 +259,19 @@ def _json_text(value: Any) -> str | None:
 
 
 @_values_of_any_length()
-def _text_sample(path: str, label: str) -> RawSample:
+def _text_sample(path: str, label: str, asked: str) -> RawSample:
     data, complete = _beginning(path)
-    lines = [line.removesuffix("\r") for line in data.decode(errors="replace").split("\n") if line.strip("\r")]
+    encoding = _encoding(data)
+    text = data.decode(encoding or "utf-8", errors="replace")
+    lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip("\r")]
     if not lines:
         raise UserError(f"input file {path} has no samples")
-    try:
-        data.partition(b"\n")[0].decode()
-    except UnicodeDecodeError as error:
-        problem = f"not UTF-8 (byte 0x{data[error.start]:02x}); convert the file to UTF-8 first"
-        raise UserError(f"{path}, line 1: {problem}") from error
     notes = list[str]()
+    if encoding:
+        notes.append(
+            f"the text is not UTF-8 and was read as {encoding}, of Western Europe; if words look wrong, name another"
+            ' encoding, such as "cp1250", "cp1251", "gbk" or "shift_jis"'
+        )
     if "\r" in lines[0]:
         raise UserError(f"{path}, line 1: a carriage return inside the line; convert its line endings to newlines")
     odd = sum(line.count('"') % 2 for line in lines)
@@ -271,7 +280,7 @@ def _text_sample(path: str, label: str) -> RawSample:
         _refuse_newlines(lines, path)
     if odd and not quote:
         notes.append(f"{odd} lines of the sample have an odd number of quotes, so quotes seem to have no meaning")
-    delimiter, width = _delimiter(lines[:PROBED_LINES], quote, path)
+    delimiter, width = _delimiter(lines[:PROBED_LINES], quote, path, unescaped(asked))
     quote = "" if len(delimiter) > 1 else quote
     if quote and (escaped := sum('\\"' in line for line in lines)):
         notes.append(f"{escaped} lines of the sample have {ESCAPED}")
@@ -283,7 +292,45 @@ def _text_sample(path: str, label: str) -> RawSample:
         notes.append(f"the first line {'looks like a header' if header else 'looks like a sample'}, but check `header`")
     columns = rows[0] if header else tuple(f"column{number}" for number in range(1, width + 1))
     whole = complete and len(lines) <= SAMPLE_ROWS + 1
-    return RawSample(columns, [*rows[header:]], delimiter, quote, header, tuple(notes), whole=whole)
+    rows, decimal = _with_points(rows[header:])
+    found = RawSample(columns, rows, delimiter, quote, header, tuple(notes), whole=whole)
+    return replace(found, encoding=encoding, decimal=decimal)
+
+
+def _encoding(data: bytes) -> str:
+    """Returns the likeliest encoding of text, empty for UTF-8, in which single lines may be damaged."""
+    try:
+        data.decode()
+        return ""
+    except UnicodeDecodeError:
+        lines = [line for line in data.split(b"\n") if not line.isascii()]
+    if 2 * sum("\ufffd" in line.decode(errors="replace") for line in lines) <= len(lines):
+        return ""
+    try:
+        data.decode("cp1252")
+        return "cp1252"
+    except UnicodeDecodeError:
+        return "latin-1"
+
+
+def _with_points(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str | None, ...]], str]:
+    """Returns rows with a decimal point in their numbers, and the sign that they had."""
+    columns = [*zip(*rows, strict=True)]
+    commas = [index for index, values in enumerate(columns) if _have_commas(values)]
+    others = {text for index, values in enumerate(columns) if index not in commas for text in values if "." in text}
+    if not commas or any(map(NUMBER_PATTERN.fullmatch, others)):
+        return [*rows], "."
+    for index in commas:
+        columns[index] = tuple(text if text.lower() in LOOKS_MISSING else with_point(text) for text in columns[index])
+    return [*zip(*columns, strict=True)], ","
+
+
+def _have_commas(values: Sequence[str]) -> bool:
+    """True if values are numbers of which some have a decimal comma and not only commas between thousands."""
+    known = [text for text in {*values} if text and text.lower() not in LOOKS_MISSING]
+    fractions = [text for text in known if "," in text]
+    numbers = all(NUMBER_PATTERN.fullmatch(with_point(text)) for text in known)
+    return numbers and not all(re.fullmatch(r"[+-]?[1-9][0-9]{0,2}(,[0-9]{3})+", text) for text in fractions)
 
 
 def _refuse_newlines(lines: Sequence[str], path: str) -> None:
@@ -308,15 +355,19 @@ def _split(lines: Sequence[str], delimiter: str, quote: str) -> list[tuple[str, 
     return [tuple(split(line)) for line in lines]
 
 
-def _delimiter(lines: Sequence[str], quote: str, path: str) -> tuple[str, int]:
-    """Returns the delimiter that divides most lines alike, into most columns, and their number."""
-    spaced = [] if quote and any(quote in line for line in lines) else [", ", "; "]  # quotes need a single character
-    widths = {each: Counter(map(len, _split(lines, each, quote))).most_common(1)[0] for each in [*spaced, *DELIMITERS]}
+def _delimiter(lines: Sequence[str], quote: str, path: str, asked: str) -> tuple[str, int]:
+    """Returns the delimiter that divides most lines alike, or the one asked for, and the number of columns."""
+    long = [] if quote and any(quote in line for line in lines) else [", ", "; ", "::"]  # quotes need one character
+    among = [asked] if asked else [*long, *DELIMITERS]
+    widths = {
+        each: Counter(map(len, _split(lines, each, quote if len(each) == 1 else ""))).most_common(1)[0]
+        for each in among
+    }
     delimiter, (width, _) = max(widths.items(), key=lambda each: (each[1][0] > 1, each[1][1], each[1][0]))
     if width == 1:
         raise UserError(
-            f"{path}: no delimiter found among {DELIMITERS!r}; write the schema file by hand; if it has no"
-            " samples, name the files that do"
+            f"{path}: no delimiter found among {''.join(among)!r}; name it with --delimiter, such as --delimiter ' ';"
+            " if it has no samples, name the files that do"
         )
     return delimiter, width
 

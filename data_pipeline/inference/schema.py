@@ -140,20 +140,23 @@ class InferredSchema:
         return f"{_comment(repr(column))}: {entry.comment}"
 
 
-def infer_schema(path: str | os.PathLike[str], *, label: str = "", positive: Sequence[str] = ()) -> InferredSchema:
+def infer_schema(
+    path: str | os.PathLike[str], *, label: str = "", positive: Sequence[str] = (), delimiter: str = ""
+) -> InferredSchema:
     """Guesses the columns of a raw file from its first rows.
 
     Args:
         path: text or JSON lines, plain or compressed, Parquet or Arrow.
         label: column of the label; by default one of two values, by its name if there are several.
         positive: values of that column that are positive, where it is not known which ones are.
+        delimiter: of text; by default the one of the common ones that divides the lines alike.
 
     Raises:
         ValueError: the file cannot be read, has no such column, or no column looks like a label or a field.
     """
     if positive and not label:
         raise UserError(f"positive = {[*positive]} needs the label whose values these are; name its column (--label)")
-    sample = read_sample(path, label)
+    sample = read_sample(path, label, delimiter)
     place = os.fspath(path)
     if not sample.rows:
         raise UserError(f"input file {place} has no samples")
@@ -175,6 +178,8 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "", positive: Seq
         left_out += [_left_out(name, "of the folder; it needs files with a header") for name in sample.partition]
     no_ids = all(each.keys["kind"] in NUMBER_KINDS for each in fields)
     of_file = {"delimiter": sample.delimiter, "quote": sample.quote, "header": sample.header}
+    of_file |= {"encoding": sample.encoding} if sample.encoding else {}
+    of_file |= {"decimal": sample.decimal} if sample.decimal != "." else {}
     of_file |= {} if sample.header else {"columns": list(sample.columns)}
     return InferredSchema(
         path=sample.path,

@@ -29,6 +29,8 @@ from .values import (
     marker_numbers,
     mask,
     plain_array,
+    with_point,
+    with_points,
     without_marker_numbers,
     without_markers,
     without_nan,
@@ -56,7 +58,7 @@ class SampleColumns:
     Args:
         table: typed columns; null is a missing value.
         null_items: whether a null id that has a weight is "missing" or "wrong"; without a weight it is missing.
-        for_prediction: see `Layout`.
+        decimal, for_prediction: see `Layout`.
 
     Attributes:
         problems: column and what is wrong, by row.
@@ -64,9 +66,15 @@ class SampleColumns:
     """
 
     def __init__(
-        self, table: pa.Table, null_items: Literal["missing", "wrong"], *, for_prediction: bool = False
+        self,
+        table: pa.Table,
+        null_items: Literal["missing", "wrong"],
+        *,
+        decimal: str = ".",
+        for_prediction: bool = False,
     ) -> None:
         self.arrays = {name: _one_array(table[name]) for name in table.column_names}
+        self._decimal = decimal
         self.rows, self.null_items, self._for_prediction = table.num_rows, null_items, for_prediction
         self.problems: dict[int, tuple[str, str]] = {}
         self.doubts: Counter[tuple[str, str]] = Counter()
@@ -154,7 +162,7 @@ class SampleColumns:
             for each in np.flatnonzero(of_texts == 0)[:MOST_TEXTS].tolist():
                 self.doubts[label.column, NEGATIVE + coded.dictionary[each].as_py()] += int(counts[each])
         else:
-            values, wrong = label.values(text)
+            values, wrong = label.values(text if label.threshold is None else self._pointed(text))
         return self._labels(label, values, wrong, required=required)
 
     def _labels(self, label: RawLabel, values: np.ndarray, wrong: np.ndarray, *, required: bool) -> np.ndarray:
@@ -268,11 +276,15 @@ class SampleColumns:
         """Returns float64 [R], NaN where missing or wrong, and bool [R], True where wrong."""
         column = without_nan(self.arrays[name], null)
         if is_text(column.type):
-            column = without_markers(column.fill_null(""), null)
+            column = self._pointed(without_markers(column.fill_null(""), null))
         found = as_floats(column)
         if found is None:
             raise wrong_type(name, self.arrays[name].type, "numbers, their text or times")
         return found
+
+    def _pointed(self, text: pa.Array) -> pa.Array:
+        """Numbers as text, strings [R], with a decimal point."""
+        return with_points(text) if self._decimal == "," else text
 
     def fail(
         self, wrong: np.ndarray, name: str, values: pa.Array, rule: str, sample_of: np.ndarray | None = None
@@ -324,12 +336,14 @@ class ValueType:
         separator, weight_separator: of lists and weights that are given as text.
         null: texts that mean a missing value.
         brackets: True if these are in brackets instead.
+        decimal: decimal sign of numbers that are given as text.
     """
 
     separator: str = ""
     weight_separator: str = ""
     null: tuple[str, ...] = ()
     brackets: bool = False
+    decimal: str = "."
 
     @cached_property
     def null_numbers(self) -> list[float]:
@@ -349,6 +363,8 @@ def number_value(value: Any, kind: ValueType) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise WrongValue
+    if isinstance(value, str) and kind.decimal == ",":
+        value = with_point(value)
     if isinstance(value, str) and not NUMBER_PATTERN.fullmatch(value):
         raise WrongValue
     try:

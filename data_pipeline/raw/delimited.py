@@ -13,7 +13,7 @@ from cowrec.errors import UserError
 
 from .bad_rows import BadRow
 from .inputs import Block
-from .layouts import Layout
+from .layouts import Layout, encoding_problem
 
 PARSE_BYTES = 1 << 19
 """Bytes that Arrow splits at a time; they fit into the processor's cache, which doubles its speed."""
@@ -43,7 +43,9 @@ def split_text(block: Block, layout: Layout) -> RawTable:
     Raises:
         ValueError: a quoted value contains a newline, so that lines and samples do not correspond.
     """
-    data, lines, longest, bad = filter_lines(block, layout.quote)
+    data, lines, longest, bad = filter_lines(block, layout.quote, layout.encoding)
+    if layout.encoding:
+        data, longest = data.decode(layout.encoding).encode(), 4 * longest
     path, columns = block.source.path, layout.columns_in(block.source)
     wanted = [name for name in layout.used_columns if name in columns]
     # Unused columns may have any name, even a repeated one.
@@ -104,8 +106,8 @@ def _multiline_message(table: pa.Table, lines: np.ndarray, path: str) -> str:
 NEWLINE, RETURN = 10, 13
 
 
-def filter_lines(block: Block, quote: str) -> "tuple[bytes, np.ndarray, int, list[BadRow]]":
-    """Removes lines that are empty, not UTF-8, contain a lone carriage return or, given a `quote`, unbalanced quotes.
+def filter_lines(block: Block, quote: str, encoding: str = "") -> "tuple[bytes, np.ndarray, int, list[BadRow]]":
+    """Removes lines that are empty, not of the encoding (UTF-8 by default), contain a lone carriage return or, given a `quote`, unbalanced quotes.
 
     A line with unbalanced quotes is nearly always half of a record with a newline inside quotes. Such records are not
     supported: files are split into blocks at newlines, which keeps line numbers exact.
@@ -132,8 +134,8 @@ def filter_lines(block: Block, quote: str) -> "tuple[bytes, np.ndarray, int, lis
     starts = np.r_[0, ends[:-1] + 1]
     for line in np.flatnonzero((ends == starts) | ((ends == starts + 1) & (text[starts] == RETURN))).tolist():
         problems[line] = "the line is empty; remove it, or skip it as a bad row"
-    for line, byte in _not_utf8(block.data, ends):
-        problems[line] = f"not UTF-8 (byte 0x{byte:02x}); convert the file to UTF-8 first"
+    for line, byte in _undecodable(block.data, ends, encoding or "utf-8"):
+        problems[line] = encoding_problem(encoding, byte)
     lines = np.arange(block.first_place, block.first_place + len(ends))
     longest = int((ends - starts).max(initial=0)) + 1
     if not problems:
@@ -145,13 +147,13 @@ def filter_lines(block: Block, quote: str) -> "tuple[bytes, np.ndarray, int, lis
     return data, np.delete(lines, bad), longest, rows
 
 
-def _not_utf8(data: bytes, ends: np.ndarray) -> list[tuple[int, int]]:
-    """Returns (line index, first invalid byte) of lines that are not UTF-8."""
+def _undecodable(data: bytes, ends: np.ndarray, encoding: str) -> list[tuple[int, int]]:
+    """Returns (line index, first invalid byte) of lines that are not of an encoding."""
     found: list[tuple[int, int]] = []
     if data.isascii():
         return found
     try:
-        str(memoryview(data), "utf-8")
+        str(memoryview(data), encoding)
         return found
     except UnicodeDecodeError:
         pass
@@ -159,7 +161,7 @@ def _not_utf8(data: bytes, ends: np.ndarray) -> list[tuple[int, int]]:
     for line in np.unique(np.searchsorted(ends, np.flatnonzero(np.frombuffer(data, np.uint8) >= 0x80))).tolist():
         text = data[starts[line] : ends[line]]
         try:
-            text.decode()
+            text.decode(encoding)
         except UnicodeDecodeError as error:
             found.append((line, text[error.start]))
     return found

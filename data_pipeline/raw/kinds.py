@@ -73,11 +73,11 @@ class RawType:
     values: ValueType = UNMARKED
 
     @staticmethod
-    def of(field: RawField) -> "RawType":
-        """Returns the type of a raw field's column."""
+    def of(field: RawField, decimal: str = ".") -> "RawType":
+        """Returns the type of a raw field's column; `decimal` is that of the layout."""
         return RawType(
             "time" if field.part else OF_FIELDS[field.kind],
-            ValueType(field.separator, field.weight_separator, field.null, field.brackets),
+            ValueType(field.separator, field.weight_separator, field.null, field.brackets, decimal),
         )
 
     @staticmethod
@@ -151,11 +151,15 @@ class RawType:
 def column_types(layout: Layout) -> dict[str, RawType]:
     """Returns the types of the columns that a layout uses, by name."""
     of_fields = {
-        each.column: RawType.of_all([RawType.of(other) for other in layout.fields if other.column == each.column])
+        each.column: RawType.of_all(
+            [RawType.of(other, layout.decimal) for other in layout.fields if other.column == each.column]
+        )
         for each in layout.fields
     }
     times = RawType("id" if layout.time and layout.time.format else "time")
-    others = {layout.weight: RawType("number")} | dict.fromkeys(layout.keep, RawType("id"))
+    others = {layout.weight: RawType("number", ValueType(decimal=layout.decimal))} | dict.fromkeys(
+        layout.keep, RawType("id")
+    )
     others |= dict.fromkeys(layout.time_columns, times)
     others |= {column: RawType("label") for label in layout.labels for column in label.columns}
     types = others | of_fields

@@ -2,9 +2,11 @@
 
 R samples."""
 
+import codecs
 import csv
 import dataclasses
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -285,6 +287,8 @@ class Layout:
         weight: column of the sample's weight, a number of at least 0; empty if all samples count alike.
         keep: columns that predictions show beside the probability.
         absent: columns of labels, weight, time and those to keep that the files lack, which can be predicted only.
+        encoding: of text, as Python names it; empty for UTF-8.
+        decimal: decimal sign of numbers that are text, "." or ","; then points separate thousands.
         for_prediction: True if a wrong label is unknown and a wrong weight is 0, as what is predicted needs neither.
     """
 
@@ -300,8 +304,13 @@ class Layout:
     keep: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     for_prediction: bool = False
+    encoding: str = ""
+    decimal: str = "."
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "encoding", _checked_encoding(self.encoding))
+        if self.decimal not in (".", ","):
+            raise UserError(f'decimal must be "." or ",", got {self.decimal!r}')
         if not self.delimiter or "\r" in self.delimiter or "\n" in self.delimiter:
             raise UserError(f"delimiter must be at least one character and no line ending, got {self.delimiter!r}")
         if self.quote and len(self.delimiter.encode()) > 1:
@@ -424,13 +433,13 @@ class Layout:
             return source.columns
         where = f"{source.path}, line 1"
         try:
-            line = source.first_line.decode()
+            line = source.first_line.decode(self.encoding or "utf-8")
             if self.quote:
                 found = next(csv.reader([line], delimiter=self.delimiter, quotechar=self.quote), [])
             else:
                 found = line.split(self.delimiter) if line else []
         except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8 ({error}); convert the file to UTF-8 first") from None
+            raise UserError(f"{where}: {encoding_problem(self.encoding, error.object[error.start])}") from None
         except csv.Error as error:
             raise UserError(f"{where}: {error}") from None
         if self.header:
@@ -482,6 +491,19 @@ _AVAZU_IDS = (
     "C19", "C20", "C21",
 )  # fmt: skip
 
+
+def _checked_encoding(name: str) -> str:
+    """Returns the name of an encoding, empty for UTF-8. Raises ValueError: it is unknown, or newlines are no bytes."""
+    try:
+        known = codecs.lookup(name or "utf-8").name
+        usable = b"\n,".decode(known) == "\n," and "\n".encode(known).endswith(b"\n")
+    except (LookupError, ValueError):
+        raise UserError(f'encoding = {name!r} is unknown; write one of Python\'s, such as "latin-1"') from None
+    if not usable:
+        raise UserError(f"encoding = {name!r}: only UTF-8 and encodings that extend ASCII are read; {TO_UTF_8}")
+    return "" if known in ("utf-8", "utf-8-sig", "ascii") else known
+
+
 CRITEO = Layout(
     name="criteo",
     delimiter="\t",
@@ -507,6 +529,21 @@ AVAZU = Layout(
 """Avazu's Kaggle `train` (and `test`, without `click`). `id` is unique to each sample, so it is no feature."""
 
 
+TO_UTF_8 = "convert the file to UTF-8 first, as by iconv -f UTF-16 -t UTF-8"
+
+
+def encoding_problem(encoding: str, byte: int) -> str:
+    """The message for a byte that text of an encoding does not have."""
+    problem = f"not {encoding or 'UTF-8'} (byte 0x{byte:02x}); convert the file to UTF-8 first"
+    return problem + ', or name its encoding in the schema file, such as encoding = "latin-1"' * (not encoding)
+
+
+def unescaped(delimiter: str) -> str:
+    """Returns a delimiter in which \\t and \\x01 are what they stand for in most languages."""
+    text = re.sub(r"\\x([0-9a-fA-F]{2})", lambda found: chr(int(found[1], 16)), delimiter)
+    return text.replace("\\t", "\t")
+
+
 _FIELD_TYPES = {
     each.name: {
         "null": tuple,
@@ -523,13 +560,15 @@ _FIELD_TYPES = {
 _LABEL_TYPES = {"name": str, "column": str, "positive": tuple, "threshold": float, "kind": str, "count": str, "of": str}
 _TYPES = {"delimiter": str, "quote": str, "header": bool, "columns": list, "label": object, "positive": tuple,
           "threshold": float, "labels": list, "time": object, "weight": str, "keep": tuple, "fields": list,
-          "null": tuple}  # fmt: skip
+          "null": tuple, "encoding": str, "decimal": str}  # fmt: skip
 
 
 def load_schema_file(path: str | os.PathLike[str]) -> Layout:
     """Reads a schema file: TOML that describes the columns of text, JSON lines, Parquet or Arrow files.
 
-        delimiter = ","                  # default; of several characters where quote = ""
+        delimiter = ","                  # default; of several characters where quote = ""; '\\x01' is one
+        encoding = "latin-1"             # of text; default: UTF-8
+        decimal = ","                    # sign of numbers that are text, as in 1.234,5; default: a point
         quote = '"'                      # default; "" if quotes have no meaning
         header = true                    # default
         columns = ["label", "age"]       # instead of a header
@@ -602,9 +641,9 @@ def _layout_of(content: dict[str, Any]) -> Layout:
         _check_types(where, field, _FIELD_TYPES)
         fields.append(RawField(**_with_texts({"null": content.get("null", ()), **field})))
     layout = Layout(
-        "tabular", content.get("delimiter", ","), content.get("quote", '"'), header, tuple(columns),
+        "tabular", unescaped(content.get("delimiter", ",")), content.get("quote", '"'), header, tuple(columns),
         _labels_of(content), tuple(fields), _time_of(content.get("time")), weight=content.get("weight", ""),
-        keep=tuple(content.get("keep", ())),
+        keep=tuple(content.get("keep", ())), encoding=content.get("encoding", ""), decimal=content.get("decimal", "."),
     )  # fmt: skip
     for column in [name for name in layout._label_columns if name in [field.column for field in fields]]:
         raise UserError(f"column {column!r} is the label, so it cannot be a field as well")

@@ -82,7 +82,7 @@ def parse(block: Block, layout: Layout) -> Parsed:
     """
     raw = raw_table(block, layout)
     null_items: Literal["missing", "wrong"] = "wrong" if block.source.format == "json" else "missing"
-    columns = SampleColumns(raw.table, null_items, for_prediction=layout.for_prediction)
+    columns = SampleColumns(raw.table, null_items, decimal=layout.decimal, for_prediction=layout.for_prediction)
     labels = {label.name: np.full(len(raw.places), np.nan, np.float32) for label in layout.labels}
     for label in layout.found_labels:
         labels[label.name] = columns.labels(label, required=len(layout.labels) == 1)

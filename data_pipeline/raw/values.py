@@ -35,6 +35,22 @@ def as_numbers(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return (np.where(finite, values, np.nan) if invalid.any() else values), invalid
 
 
+THOUSANDS = r"^[+-]?[0-9]{1,3}(\.[0-9]{3})+(,[0-9]+)?$"
+"""Numbers with a decimal comma whose points separate thousands."""
+
+
+def with_points(text: pa.Array) -> pa.Array:
+    """Returns strings [R] of numbers with a decimal comma as ones with a point; one that has another point is none."""
+    thousands = pc.match_substring_regex(text, THOUSANDS)
+    text = pc.if_else(thousands, pc.replace_substring(text, ".", ""), pc.replace_substring(text, ".", "?"))
+    return pc.replace_substring(text, ",", ".")
+
+
+def with_point(text: str) -> str:
+    """Does the same as `with_points` for one string."""
+    return text.replace(".", "" if re.fullmatch(THOUSANDS, text) else "?").replace(",", ".")
+
+
 LOOKS_MISSING = ("na", "n/a", "#n/a", "nan", "null", "none", "nil", "\\n", "-", "?", "undefined", "inf", "-inf")
 """Texts, in lower case, that programs write for a missing value."""
 

@@ -50,8 +50,10 @@ class _Prepare(InputsCommand):
 def infer(
     file: Annotated[str, typer.Argument(help="Raw file: text or JSON lines, plain or compressed; Parquet; Arrow.")],
     output: Annotated[Path | None, output_flag("TOML file to write; it must not exist. [stdout]")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     label: Annotated[str, typer.Option(help="Column of the label. [one of two values]")] = "",
     positive: PositiveValues = None,
+    delimiter: Annotated[str, typer.Option(help=r"Of text, such as '::', ' ' or '\x01'. [found]")] = "",
 ) -> None:
     """Writes a commented schema file from the first rows of a raw file, and says in it what is unsure.
 
@@ -63,8 +65,8 @@ def infer(
     from cowrec.files import replace_file, require_target
 
     if output is not None:
-        require_target(output, new=True)
-    found = infer_schema(file, label=label, positive=positive or ())
+        require_target(output, new=not overwrite)
+    found = infer_schema(file, label=label, positive=positive or (), delimiter=delimiter)
     if output is None:
         print(found.text, end="")
         return

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, infer_schema, prepare
+from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.inference.columns import REMARKS, RULES, Column, guess_column, unsure
 from cowrec.data_pipeline.raw.layouts import load_schema_file
 from cowrec.data_pipeline.raw.times import RawTime
@@ -225,9 +226,10 @@ def test_repeated_names_and_other_encodings_are_named_as_the_cause(tmp_path):
     refused(r"looks like a label \(those that share a name are left out: 'label'; rename", infer_schema, path)
     refused("several columns are called 'label'; rename all but the label's", infer_schema, path, label="label")
     path.write_bytes("label,größe\n1,x\n0,y\n".encode("latin1"))
-    refused(r"table\.csv, line 1: not UTF-8 \(byte 0xf6\); convert the file to UTF-8", infer_schema, path)
-    path.write_bytes("label,a\n1,x\n".encode("utf-16"))
-    refused(r"line 1: not UTF-8 \(byte 0xff\); convert the file to UTF-8 first", infer_schema, path)
+    text, layout, _ = inferred(path)
+    assert layout.encoding == "cp1252"
+    assert "# unsure: the text is not UTF-8 and was read as cp1252" in text
+    assert tomllib.loads(text)["fields"][0]["name"] == "größe"
 
 
 def test_types_of_parquet_are_believed_and_nulls_are_bad_rows(tmp_path: Path) -> None:
@@ -562,3 +564,60 @@ def test_of_several_words_the_positive_ones_are_named(tmp_path: Path) -> None:
     refused("no row whose value is 'bye'; did you mean 'buy'", infer_schema, raw, label="action", positive=["bye"])
     refused("no value besides the positive ones", infer_schema, raw, label="action", positive=["buy", "pv", "cart"])
     refused("needs the label", infer_schema, raw, positive=["buy"])
+
+
+@pytest.mark.parametrize("delimiter", ["::", "\x01", " ", "\t"])
+def test_delimiters_that_are_named_or_found(tmp_path, delimiter):
+    rows = [
+        delimiter.join(each)
+        for each in [("user", "click", "city"), *((f"u{n % 7}", f"{n % 2}", f"c{n % 3}") for n in range(60))]
+    ]
+    (tmp_path / "raw.txt").write_text("\n".join(rows))
+    written = {"\x01": "\\x01", "\t": "\\t"}.get(delimiter, delimiter)
+    named = infer_schema(tmp_path / "raw.txt", delimiter=written)
+    if delimiter != " ":
+        assert infer_schema(tmp_path / "raw.txt").text == named.text
+    (tmp_path / "columns.toml").write_text(named.text)
+    assert load_schema_file(tmp_path / "columns.toml").delimiter == delimiter
+    assert prepared(tmp_path / "raw.txt").splits["train"].rows == 60
+    text = re.sub("delimiter = .*", f"delimiter = '{written}'", named.text)
+    (tmp_path / "columns.toml").write_text(text)
+    assert load_schema_file(tmp_path / "columns.toml").delimiter == delimiter
+
+
+def test_a_decimal_comma_and_another_encoding(tmp_path):
+    """As German spreadsheets are exported; points separate thousands, in requests too."""
+    prices = ["1,5", "1.234,25", "", "-0,75", "1.234", "7"]
+    lines = [f"{n % 2};{prices[n % 6]};{'Köln' if n % 3 else 'Bonn'};1{n % 4},{n % 3};0,5" for n in range(60)]
+    (tmp_path / "raw.csv").write_bytes("\n".join(["click;preis;größe;wert;weight", *lines]).encode("cp1252"))
+    text, layout, found = inferred(tmp_path / "raw.csv")
+    assert (layout.delimiter, layout.decimal, layout.encoding) == (";", ",", "cp1252")
+    assert found["preis"] == found["wert"] == "numeric"
+    (tmp_path / "columns.toml").write_text('weight = "weight"\n' + text, encoding="utf-8")
+    prepared(tmp_path / "raw.csv", test_fraction=0, dense="none")
+    columns = read_split(tmp_path / "data", "train")
+    assert columns["preis"][:6] == [1.5, 1234.25, 0, -0.75, 1234, 7]
+    assert columns["sample_weight"] == [0.5] * 60
+    codec = SampleCodec.load(tmp_path / "data")
+    names = [field.name for field in codec.schema.dense]
+    samples = [
+        {"preis": "1.234,5", "größe": "Köln", "wert": 3.5, "weight": 1},
+        {"preis": 2.5, "größe": "", "wert": "0,5", "weight": 1},
+    ]
+    few, bad = codec.encode_request(samples)
+    assert bad == ()
+    assert few.dense[:, names.index("preis")].tolist() == [1234.5, 2.5]
+    (tmp_path / "raw.csv").write_bytes((tmp_path / "raw.csv").read_bytes() + b"\n1;1.5;Bonn;1;1")
+    refused(
+        r"line 62, column preis: must be a finite number or empty, got '1\.5'",
+        prepared,
+        tmp_path / "raw.csv",
+        test_fraction=0,
+    )
+    (tmp_path / "raw.csv").write_bytes("click;preis;größe;wert;weight\n1;1,5;K\x81;1;1\n0;1;b;1;1".encode("latin-1"))
+    refused(
+        r"line 2: not cp1252 \(byte 0x81\); convert the file to UTF-8 first",
+        prepared,
+        tmp_path / "raw.csv",
+        test_fraction=0,
+    )
