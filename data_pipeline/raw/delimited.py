@@ -107,7 +107,9 @@ NEWLINE, RETURN = 10, 13
 
 
 def filter_lines(block: Block, quote: str, encoding: str = "") -> "tuple[bytes, np.ndarray, int, list[BadRow]]":
-    """Removes lines that are empty, not of the encoding (UTF-8 by default), contain a lone carriage return or, given a `quote`, unbalanced quotes.
+    """Removes lines that are empty or not of the encoding (UTF-8 by default), and lines with a lone carriage return.
+
+    Given a `quote`, lines with unbalanced quotes are removed too.
 
     A line with unbalanced quotes is nearly always half of a record with a newline inside quotes. Such records are not
     supported: files are split into blocks at newlines, which keeps line numbers exact.
