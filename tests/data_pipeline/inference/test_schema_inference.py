@@ -337,7 +337,7 @@ STRANGE = {
     "hours as digits": ("seen_at,shop", "2024031{m}1{m},s{m}", {"shop": "categorical"}),
     "days as digits": ("date,shop", "2024031{m},s{m}", {"shop": "categorical"}),
     "milliseconds": ("seen_at,shop", "1700000000{k:03d},s{m}", {"shop": "categorical"}),
-    "other notations": ("shop,a,b,c", 's{m},"1,{n:03d}.5","{n},5",$3.{n}', {"shop": "categorical"}),
+    "other notations": ("shop,a,b,c", 's{m},"1,{n:03d}.5","{n},5",$3.{n}', {"shop": "categorical", "b": "numeric"}),
 }
 
 
@@ -357,7 +357,7 @@ def test_files_as_strangers_have_them(tmp_path: Path, kind: str) -> None:
     lines = [f"clicked,{space}{header}", *(f"{n // 2 % 2},{space}{text}" for n, text in rows)]
     (tmp_path / "raw.csv").write_text("\n".join(lines))
     text, layout, found = inferred(tmp_path / "raw.csv")
-    assert (layout.header, found, text.count("write them as 1234.5")) == (True, expected, 3 * (kind[:5] == "other"))
+    assert (layout.header, found, text.count("write them as 1234.5")) == (True, expected, 2 * (kind[:5] == "other"))
     assert layout.time == TIMES_OF_STRANGERS.get(kind)
     assert ("unsure: YYYYMMDDHH; Unix seconds fits all values too" in text) == (kind == "hours as digits")
     assert text.count("unsure: 0.0 is another id than the same number") == (kind == "ids with decimals")
@@ -580,7 +580,8 @@ def test_delimiters_that_are_named_or_found(tmp_path, delimiter):
     (tmp_path / "columns.toml").write_text(named.text)
     assert load_schema_file(tmp_path / "columns.toml").delimiter == delimiter
     assert prepared(tmp_path / "raw.txt").splits["train"].rows == 60
-    text = re.sub("delimiter = .*", f"delimiter = '{written}'", named.text)
+    literal = f"delimiter = '{written}'"
+    text = re.sub("delimiter = .*", lambda _: literal, named.text)
     (tmp_path / "columns.toml").write_text(text)
     assert load_schema_file(tmp_path / "columns.toml").delimiter == delimiter
 
@@ -608,6 +609,7 @@ def test_a_decimal_comma_and_another_encoding(tmp_path):
     assert bad == ()
     assert few.dense[:, names.index("preis")].tolist() == [1234.5, 2.5]
     (tmp_path / "raw.csv").write_bytes((tmp_path / "raw.csv").read_bytes() + b"\n1;1.5;Bonn;1;1")
+    shutil.rmtree(tmp_path / "data")
     refused(
         r"line 62, column preis: must be a finite number or empty, got '1\.5'",
         prepared,
