@@ -292,8 +292,8 @@ def _text_sample(path: str, label: str, asked: str) -> RawSample:
         notes.append(f"the first line {'looks like a header' if header else 'looks like a sample'}, but check `header`")
     columns = rows[0] if header else tuple(f"column{number}" for number in range(1, width + 1))
     whole = complete and len(lines) <= SAMPLE_ROWS + 1
-    rows, decimal = _with_points(rows[header:])
-    found = RawSample(columns, rows, delimiter, quote, header, tuple(notes), whole=whole)
+    values, decimal = _with_points(rows[header:])
+    found = RawSample(columns, values, delimiter, quote, header, tuple(notes), whole=whole)
     return replace(found, encoding=encoding, decimal=decimal)
 
 

@@ -45,6 +45,9 @@ NUMBER = "[[fields]]\nname = 'x'\nkind = 'numeric'\n"
     ("text", "message"),
     [
         ("delimiter = ''\n" + FIELD, "delimiter must be at least one character"),
+        ("encoding = 'utf-16'\n" + FIELD, "only UTF-8 and encodings that extend ASCII are read; convert the file"),
+        ("encoding = 'western'\n" + FIELD, "encoding = 'western' is unknown; write one of Python's"),
+        ("decimal = ';'\n" + FIELD, 'decimal must be "." or ",", got'),
         ("header = 'no'\n" + FIELD, "header must be of type bool, got 'no'"),
         ("header = false\n" + FIELD, "give `columns` if, and only if, header = false"),
         ("", "at least one field"),
