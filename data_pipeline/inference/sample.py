@@ -30,6 +30,8 @@ from .names import ID_NAME, LABEL_NAMES, TIME_NAME
 SAMPLE_BYTES = 8 << 20
 SAMPLE_ROWS = 50_000
 DELIMITERS = ",\t;|\x01"
+SVM_LINE = re.compile(r"[-+]?[0-9.]+([ \t]+(qid:)?[0-9]+:[-+0-9.eE:]+)+ *(#.*)?")
+"""A line of libsvm, `label index:value ...`, or of libffm, `label field:index:value ...`."""
 PROBED_LINES = 200
 LONG_TEXT = 60
 """Characters of a value that a message shows."""
@@ -280,6 +282,11 @@ def _text_sample(path: str, label: str, asked: str) -> RawSample:
         _refuse_newlines(lines, path)
     if odd and not quote:
         notes.append(f"{odd} lines of the sample have an odd number of quotes, so quotes seem to have no meaning")
+    if not asked and all(map(SVM_LINE.fullmatch, lines[:PROBED_LINES])):
+        raise UserError(
+            f"{path} is in the format of libsvm or libffm; write a table with a column for each field, such as a"
+            " Parquet file, in which the field's value of a sample is the index of its feature"
+        )
     delimiter, width = _delimiter(lines[:PROBED_LINES], quote, path, unescaped(asked))
     quote = "" if len(delimiter) > 1 else quote
     if quote and (escaped := sum('\\"' in line for line in lines)):

@@ -27,13 +27,15 @@ from ..dataset.schema import (
 from ..raw.layouts import NUMBER_KINDS, RawLabel
 from .columns import FEW_VALUES, FREQUENT, Column, Guess, Remark, guess_column, unsure
 from .names import LABEL_NAMES, NEGATION, POSITIVE, TIME_NAME, TOTAL_NAME
-from .sample import RawSample, read_sample
+from .sample import LONG_TEXT, RawSample, read_sample
 from .times import columns_of_time
 
 RESERVED = (LABEL, TIME, TRUE_LOGIT, SAMPLE_WEIGHT, SAMPLE_NUMBER)
 ENOUGH = 100
 """Samples of each class from which on a column that tells them apart is no chance."""
 WHICH = unsure("which values are positive?")
+SHOWN_ITEMS = re.compile(r"\S+-[01]( \S+-[01])*")
+"""Items that were shown together, each with its label, as in MIND's `behaviors.tsv`: `N3-1 N23-0`."""
 
 Guesses = Mapping[str, Guess]
 
@@ -331,6 +333,12 @@ class _Labels:
         known = [name for name in self.guesses if name.lower() in LABEL_NAMES]
         constant = [name for name in known if self.guesses[name].column.count == 1]
         why = self.scope or ", so nothing can be learned"
+        for name, guess in self.guesses.items():
+            if all(map(SHOWN_ITEMS.fullmatch, guess.column.counts)):
+                return (
+                    f"{self.place}: no column looks like a label, but {name!r} has several items with a label each,"
+                    f" such as {next(iter(guess.column.counts))[:LONG_TEXT]!r}; write a row for each item, with its label"
+                )
         could += f"; {', '.join(map(repr, constant))} has one value only{why}" if constant else ""
         return f"{self.place}: no column looks like a label{remark}; name it with --label COLUMN{could}"
 

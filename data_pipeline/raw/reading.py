@@ -40,7 +40,14 @@ REFUSED = {
     b"7z\xbc\xaf\x27\x1c": "a 7z archive; extract it and give the folder",
     b"Rar!": "a RAR archive; extract it and give the folder",
     b"\x89HDF": "an HDF5 file; convert it to Parquet",
+    b"\x93NUMPY": "a NumPy array; write it as a Parquet file, a column for each field",
+    b"\xd0\xcf\x11\xe0": "an Excel workbook; save the sheet as CSV",
+    **dict.fromkeys(
+        (bytes((0x80, version)) for version in (2, 3, 4, 5)), "a pickle; write the table with pandas' to_parquet"
+    ),
 }
+TFRECORD = re.compile(rb".{4}\0{4}.{4}\n", re.DOTALL)
+"""The length of a record, 8 bytes of which the last four are zero, its checksum, and the first field of a message."""
 BINARY = re.compile(rb"[\x00\x02-\x08\x0e-\x1a\xff]")
 """Bytes that all these formats have at their beginning, and text such as "PARENT_ID" has not, whatever delimits it."""
 
@@ -60,6 +67,8 @@ def look(path: str) -> tuple[Source, pa.Schema | None]:
     for magic, what in REFUSED.items():
         if first.startswith(magic):
             raise UserError(f"input file {path} is {what}. Text, Parquet and Arrow files are read")
+    if TFRECORD.match(first):
+        raise UserError(f"input file {path} is a TFRecord file; convert it to Parquet, a column for each feature")
     kind = next((kind for magic, kind in MAGIC.items() if first.startswith(magic)), None)
     if kind is None:
         return look_at_text(path), None

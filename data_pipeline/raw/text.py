@@ -243,6 +243,9 @@ def _zip_member(file: Any) -> IO[bytes]:
     """Opens the one file in a zip archive. Raises `_Refused` if there are several, or it is encrypted."""
     archive = zipfile.ZipFile(file)
     members = [each for each in archive.infolist() if not each.is_dir() and not _is_hidden(each.filename)]
+    for what, holds in OTHER_ARCHIVES.items():
+        if any(map(holds, (member.filename for member in members))):
+            raise _Refused(f"the file is {what}")
     if len(members) != 1:
         names = ", ".join(each.filename for each in members[:9])
         raise _Refused(
@@ -251,6 +254,13 @@ def _zip_member(file: Any) -> IO[bytes]:
     if members[0].flag_bits & 1:
         raise _Refused(f"the zip archive is encrypted; extract it and give the file {members[0].filename}")
     return archive.open(members[0])
+
+
+OTHER_ARCHIVES: dict[str, Callable[[str], bool]] = {
+    "an Excel workbook; save the sheet as CSV": lambda name: name.startswith("xl/"),
+    "an archive of NumPy arrays; write the arrays as the columns of a Parquet file": lambda name: name.endswith(".npy"),
+}
+"""Files that are zip archives by their form, and the names of a member that tell them."""
 
 
 def _is_hidden(name: str) -> bool:

@@ -374,6 +374,9 @@ def test_files_that_are_no_table_are_named_as_such(tmp_path: Path) -> None:
         ('{"click": {"0": 1, "1": 0}, "a": {"0": "x", "1": "y"}}', "is one JSON document"),
         ('click,a\n1,"x\ny"\n0,z\n1,"u\nv"\n', r"a quoted value contains a newline \('x\\ny'\)"),
         ("click,a\r1,x\r0,y\r", "line 1: a carriage return inside the line; convert its line endings to newlines"),
+        ("-1 35:1 47:1\n1 26:1\n", "is in the format of libsvm or libffm; write a table with a column for each field"),
+        ("1 0:34:1 1:46:0.5\n0 0:1:1\n", "is in the format of libsvm or libffm"),
+        ("u1\tN9 N2\tN3-1 N4-0\nu2\tN9\tN5-0\n", "several items with a label each, such as 'N[35]-.*write a row for"),
         ("click,a\n1,x\n1,y\n1,z\n", "'click' has one value only, so nothing can be learned"),
     ):
         path.write_text(text, newline="")

@@ -4,12 +4,15 @@ import bz2
 import gzip
 import io
 import lzma
+import pickle
 import random
+import struct
 import tarfile
 import zipfile
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -97,6 +100,12 @@ def test_segments_are_read_in_any_order(tmp_path, kind):
         assert (block.samples, block.first_place) == (block.data.count(b"\n"), text[: segment.offset].count(b"\n") + 1)
 
 
+def saved(save, *arrays, **named):
+    file = io.BytesIO()
+    save(file, *arrays, **named)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -104,13 +113,21 @@ def test_segments_are_read_in_any_order(tmp_path, kind):
         (zipped(TEXT)[:-100], "the zip archive is damaged"),
         (b"ORC\x00" * 9, "is an ORC file; convert it to Parquet"),
         (b"\xff\xff\xff\xff" * 9, "is an Arrow stream; write it as an Arrow file"),
+        (pickle.dumps({"click": [0, 1]}), "is a pickle; write the table with pandas' to_parquet"),
+        (saved(np.save, np.zeros(3)), "is a NumPy array; write it as a Parquet file"),
+        (
+            saved(np.savez, a=np.zeros(3), b=np.ones(3)),
+            "is an archive of NumPy arrays; write the arrays as the columns",
+        ),
+        (zipped(TEXT, **{"xl/workbook.xml": "<a/>"}), "is an Excel workbook; save the sheet as CSV"),
+        (struct.pack("<QI", 24, 7) + b"\n\x16\n\x14label", "is a TFRecord file; convert it to Parquet"),
         (gzip.compress(tarred(TEXT)), "it is a tar archive; extract the files"),
         (b"7z\xbc\xaf'\x1c\x00\x04" + TEXT, "is a 7z archive; extract it"),
         (b"Rar!\x1a\x07\x01\x00" + TEXT, "is a RAR archive; extract it"),
         *((cut(kind, kept), TRUNCATED) for kind, kept in (("gz", 0.3), ("xz", 0.99), ("zstd", 0.99), ("bz2", 0.3))),
         *((flipped(kind), r"raw: the \w+ archive is (damaged|truncated)") for kind in ("gz", "xz", "bz2", "zip")),
     ],
-    ids=range(15),
+    ids=range(20),
 )
 def test_damaged_archives_and_other_formats_are_refused(tmp_path, content, message):
     (tmp_path / "raw").write_bytes(content)
