@@ -335,9 +335,10 @@ class _Labels:
         why = self.scope or ", so nothing can be learned"
         for name, guess in self.guesses.items():
             if all(map(SHOWN_ITEMS.fullmatch, guess.column.counts)):
+                shown = next(iter(guess.column.counts))[:LONG_TEXT]
                 return (
                     f"{self.place}: no column looks like a label, but {name!r} has several items with a label each,"
-                    f" such as {next(iter(guess.column.counts))[:LONG_TEXT]!r}; write a row for each item, with its label"
+                    f" such as {shown!r}; write a row for each item, with its label"
                 )
         could += f"; {', '.join(map(repr, constant))} has one value only{why}" if constant else ""
         return f"{self.place}: no column looks like a label{remark}; name it with --label COLUMN{could}"
