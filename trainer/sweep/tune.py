@@ -62,6 +62,8 @@ class Search:
     def __post_init__(self) -> None:
         require("--batch-size", self.batch_size, self.batch_size >= 1, "at least 1")
         require("--metric", self.metric, self.metric in ("logloss", "auc"), "logloss or auc")
+        fraction = self.validation_fraction
+        require("--validation-fraction", fraction, 0 < fraction < 1, "above 0 and below 1")
         for name, bounds in self.ranges.items():
             if bounds and not 0 < bounds[0] < bounds[1] < inf:
                 raise UserError(f"{_flag(name)} needs 0 < LOWEST < HIGHEST, got {bounds[0]:g},{bounds[1]:g}")

@@ -17,8 +17,9 @@ def test_batches_have_all_labels_and_the_weights_of_samples(tmp_path, resident):
     schema = Schema.load(write_numbered(tmp_path, rows, 7, columns_of_samples=True))
     train = schema.split("train")
     fifth = np.where(np.arange(rows) % 3 == 2, np.nan, np.arange(rows) % 5 == 0)
-    assert train.positives == (rows // 2, int(np.nansum(fifth)))
-    assert train.weight == np.arange(rows).sum() / 2
+    weight = np.arange(rows) / 2
+    assert train.positives == (weight[1::2].sum(), np.nansum(weight * fifth))
+    assert train.weight == weight.sum()
     for shuffle in (False, True):
         reader = make_reader(tmp_path, batch_size=5, shuffle=shuffle, window_rows=9, resident=resident)
         seen = []

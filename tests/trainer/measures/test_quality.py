@@ -439,7 +439,7 @@ def test_groups_of_very_different_weights_are_measured_as_alone() -> None:
 
 def test_remarks_on_auc() -> None:
     """On later epochs that are worse, of the validation samples where there are some; and on a perfect one."""
-    nan, text = math.nan, "AUC was 0.7100 after epoch 2, and is 0.7000 now: .* set train.epochs = 2, or hold out"
+    nan, text = math.nan, "AUC was 0.7100 after epoch 2, and is 0.7000 now: .* set train.epochs = 2, or stop early"
     for key in ("auc", "validation_auc"):
         epochs = [{"epoch": n + 1, key: auc} for n, auc in enumerate((nan, 0.71, 0.7))]
         assert re.match(text, auc_remark({"auc": 0.6, key: 0.7}, epochs) or "")
