@@ -300,7 +300,8 @@ class _Labels:
         rule = _rule_of(column, positive) if positive else label_rule(column, partial=bool(self.scope))
         if rule is None:
             raise UserError(f"column {chosen!r} cannot be the label: {self._problem(column)}")
-        others = [name for name in dict.fromkeys([*named, *complete]) if name != chosen]
+        rivals = named if chosen in named_two else [*named, *complete]
+        others = [name for name in dict.fromkeys(rivals) if name != chosen]
         label: str | Mapping[str, str] = chosen
         said, total = Remark("see the next line" if rule.keys else "all values are 0 or 1"), ""
         if "kind" in rule.keys:
