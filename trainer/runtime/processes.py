@@ -251,6 +251,9 @@ def _join(process: Process) -> None:
             timeout=process.timeout,
             device_id=process.device if on_cuda else None,
         )
+        if process.world_size > 1 and not on_cuda:
+            # A process that ends at once, as after a refusal, would take rank 0's store from those that still connect.
+            dist.barrier()
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise UserError(
