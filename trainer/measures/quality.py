@@ -113,7 +113,9 @@ class Quality:
         excess_logloss: expected_logloss less its least possible value, that of q = p: the mean Kullback-Leibler
             divergence of q from p.
         by_id_counts: the same of each third of the samples; see :func:`id_count_thirds`.
-        newest: of a test split by time, the same of its newest samples; see :func:`newest_samples`.
+        newest: of a test split by time, the same of its newest tenth.
+        over_time: of a test split with times, the same of each tenth by its first time, in Unix seconds; see
+            :func:`tenths_by_time`.
         by_task: of several tasks, the quality of each; the other values are those of the main one.
     """
 
@@ -132,6 +134,7 @@ class Quality:
     excess_logloss: float | None = None
     by_id_counts: Mapping[str, "Quality"] | None = None
     newest: "Quality | None" = None
+    over_time: "Mapping[int, Quality] | None" = None
     by_task: Mapping[str, "Quality"] | None = None
 
     def __str__(self) -> str:

@@ -133,18 +133,25 @@ def id_count_thirds(data_dir: Path, split: str, train_rows: int | None = None) -
     return found
 
 
-def newest_samples(data_dir: Path, split: str) -> np.ndarray | None:
-    """The newest tenth of a split's samples in the stored order, bool [R]; those of one time are in it together.
+def tenths_by_time(data_dir: Path, split: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Tenths of a split's samples by their times; samples of one time are in one of them, so there may be fewer.
 
-    None where the splits were not divided by time.
+    Returns:
+        The tenth of each sample in the stored order, from 0, the oldest, int64 [R]; and the first time of each tenth,
+        Unix seconds, int64. None where the samples have no times.
     """
     schema = Schema.load(data_dir)
-    if "split" not in schema.settings or not schema.timed or not schema.split(split).rows:
+    if not schema.timed or not schema.split(split).rows:
         return None
     times = read_columns(data_dir, schema, split, [TIME])[TIME].to_numpy()
-    first = len(times) - -(-len(times) // 10)
-    newest: np.ndarray = times >= np.partition(times, first)[first]
-    return newest
+    newest_first = [len(times) - -(-len(times) * tenth // 10) for tenth in range(1, 11)]
+    starts = np.unique(np.partition(times, newest_first)[newest_first])
+    return np.searchsorted(starts, times, side="right") - 1, starts
+
+
+def divided_by_time(data_dir: Path) -> bool:
+    """Whether the test split of a data set has the newest samples."""
+    return "split" in Schema.load(data_dir).settings
 
 
 def _sparse_field(schema: Schema, column: str, data_dir: Path) -> SparseField:

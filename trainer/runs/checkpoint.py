@@ -79,6 +79,7 @@ class Progress:
         epoch_step: steps taken in the current epoch.
         device: kind of device, "cpu" or "cuda"; each has its own order of the samples of an epoch.
         epochs: measurements after each epoch.
+        training: of each epoch that has begun, the steps measured, the sum of their losses, and their seconds.
         samples, seconds: samples trained on so far, and the time their steps took.
         clip: [rows, clipped rows] of each table so far; empty without a clip.
         set_aside: batches that were not trained on, because they would have made the state non-finite.
@@ -89,6 +90,7 @@ class Progress:
     epoch_step: int = 0
     device: str = "cpu"
     epochs: list[dict[str, Any]] = field(default_factory=list)
+    training: list[list[float]] = field(default_factory=list)
     samples: int = 0
     seconds: float = 0.0
     clip: dict[str, list[int]] = field(default_factory=dict)

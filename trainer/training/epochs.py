@@ -26,12 +26,14 @@ class Epochs:
         epoch: epochs trained to their end, which is the number of the current one, from 0.
         step: steps taken in the current epoch.
         ends: the measures after each epoch.
+        training: of each epoch that has begun, the steps measured, the sum of their losses, and their seconds.
     """
 
     def __init__(self, config: RunConfig, *, has_validation: bool, after_epoch: AfterEpoch | None = None) -> None:
         self._config, self._has_validation, self._after_epoch = config, has_validation, after_epoch
         self.epoch = self.step = 0
         self.ends: list[EpochEnd] = []
+        self.training: list[list[float]] = []
 
     def are_left(self) -> bool:
         """Whether the run goes on, decided anew in a resumed run.
@@ -57,6 +59,22 @@ class Epochs:
     def resume(self, progress: Progress) -> None:
         """Goes to the position of a checkpoint."""
         self.epoch, self.step, self.ends = progress.epoch, progress.epoch_step, list(progress.epochs)
+        self.training = [list(epoch) for epoch in progress.training]
+
+    def add_training(self, loss: float, seconds: float) -> None:
+        """Adds the steps since the last call, in which the mean loss was `loss`."""
+        if len(self.training) == self.epoch:
+            self.training.append([0, 0.0, 0.0])
+        steps = self.step - self.training[-1][0]
+        own = (steps, steps * loss, seconds)
+        self.training[-1] = [before + now for before, now in zip(self.training[-1], own, strict=True)]
+
+    def training_report(self) -> list[dict[str, float]]:
+        """The mean training loss of each epoch's steps, as the model was in each of them, and the seconds they took."""
+        return [
+            {"epoch": number, "loss": loss / steps, "seconds": seconds}
+            for number, (steps, loss, seconds) in enumerate(self.training, 1)
+        ]
 
     def best(self) -> EpochEnd | None:
         """The epoch with the best validation quality; without validation samples test quality, if the best is kept."""
@@ -82,15 +100,18 @@ class Speed:
         """Starts the clock, ``done`` samples into the epoch."""
         self._done, self._since = done, time.perf_counter()
 
-    def measure(self, done: int, *, counts: bool) -> float:
-        """Samples per second since the last call, ``done`` samples into the epoch; added to the sums if it counts."""
+    def measure(self, done: int, *, counts: bool) -> tuple[float, float]:
+        """Samples per second, and seconds, since the last call; added to the sums if they count.
+
+        ``done`` are the samples of the epoch that have been trained on.
+        """
         now = time.perf_counter()
         samples, seconds = done - self._done, now - self._since
         self._done, self._since = done, now
         if counts:
             self.samples += samples
             self.seconds += seconds
-        return samples / seconds
+        return samples / seconds, seconds
 
     def time_left(self, samples: int) -> str:
         """How long so many samples take, for the terminal; unknown in the first step, which compiles kernels."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from cowrec.data_pipeline import Batch, Reader
 
 from ..measures.quality import Quality, Samples, measure, measure_tasks
-from ..measures.segments import THIRDS, newest_samples
+from ..measures.segments import THIRDS, divided_by_time, tenths_by_time
 from ..runtime.processes import from_first, gathered
 from .dataloading import even_slice
 from .state import TrainState
@@ -27,7 +27,7 @@ Stop = Callable[[], bool]
 
 
 def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None, stop: Stop | None = None) -> Quality:
-    """Measures a reader's labelled samples, of a test split by time the newest by themselves too.
+    """Measures a reader's labelled samples, of a test split with times each tenth by time too.
 
     All processes call together and get the same numbers.
 
@@ -39,9 +39,12 @@ def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None
 
     def measured() -> Quality:
         quality, main = measure_tasks(samples, state.plan.schema.labels), samples.of_task(0)
-        newest = newest_samples(Path(state.plan.config.data.dir), "test") if reader.split == "test" else None
-        if newest is not None:
-            quality = dataclasses.replace(quality, newest=measure(main.where(torch.from_numpy(newest))).without_bins())
+        data_dir = Path(state.plan.config.data.dir)
+        if reader.split == "test" and (tenths := tenths_by_time(data_dir, "test")):
+            tenth, starts = torch.from_numpy(tenths[0]), tenths[1].tolist()
+            over_time = {start: measure(main.where(tenth == n)).without_bins() for n, start in enumerate(starts)}
+            newest = over_time[starts[-1]] if divided_by_time(data_dir) else None
+            quality = dataclasses.replace(quality, newest=newest, over_time=over_time)
         if thirds is None:
             return quality
         numbers = torch.from_numpy(thirds)

@@ -9,7 +9,7 @@ from ..measures.quality import auc_remark, calibration_remark
 from ..sharded_model.sharding import sharding_line
 from .active_run import ActiveRun
 from .dataloading import Readers
-from .epochs import EpochEnd, Speed
+from .epochs import Epochs, Speed
 
 
 def epochs_summary(run: ActiveRun, readers: Readers) -> str:
@@ -39,19 +39,29 @@ def settings_summary(run: ActiveRun) -> str:
     )
 
 
-def epochs_report(run: ActiveRun, epochs: list[EpochEnd], speed: Speed, quality: dict[str, Any]) -> dict[str, Any]:
+def epochs_report(run: ActiveRun, epochs: Epochs, speed: Speed, quality: dict[str, Any]) -> dict[str, Any]:
     """The report of a run over epochs, whose quality is given."""
     best_possible = run.plan.schema.best
     return {
         **quality,
-        "auc_remark": auc_remark(quality, epochs[: quality["epoch"]]),
+        "auc_remark": auc_remark(quality, epochs.ends[: quality["epoch"]]),
         "calibration_remark": calibration_remark(quality) if run.config.train.loss == "bce" else None,
         "samples_per_second": speed.samples / speed.seconds if speed.seconds else nan,
         "train_seconds": speed.seconds,
         "best_possible": dict(best_possible) if best_possible else None,
         "world_size": run.process.world_size,
-        "epochs": epochs,
+        "epochs": list(map(without_times, epochs.ends)),
+        "training": epochs.training_report(),
         **shared_report(run),
+    }
+
+
+def without_times(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Measures without those of each tenth by time, which only the report has: they are many."""
+    return {
+        key: without_times(value) if key == "last_epoch" else value
+        for key, value in values.items()
+        if key != "over_time"
     }
 
 

@@ -29,7 +29,7 @@ from .active_run import ActiveRun, require_run_dir
 from .dataloading import Readers, even_slice, keep_resident, training_readers
 from .epochs import AfterEpoch, EpochEnd, Epochs, Speed
 from .evaluation import Stopped, evaluate
-from .report import epochs_report, epochs_summary, remarks
+from .report import epochs_report, epochs_summary, remarks, without_times
 from .state import Step
 from .warm_start import warm_start
 
@@ -127,7 +127,7 @@ class Trainer:
                 quality = self.final_quality()
             except Stopped:
                 raise self.run.interrupted() from None
-            self.log.write("report", self.run.steps, **quality)
+            self.log.write("report", self.run.steps, **without_times(quality))
         return self.report(quality)
 
     def introduce(self) -> None:
@@ -203,7 +203,8 @@ class Trainer:
         """Writes the metrics since the last call, and now and then logs a line; ``step`` is the latest one."""
         epoch, done = self.epochs.epoch, self._samples_done()
         loss = self.run.checked_loss(within=f" (epoch {epoch + 1})")
-        rate = self.speed.measure(done, counts=self.run.steps > 1)
+        rate, seconds = self.speed.measure(done, counts=self.run.steps > 1)
+        self.epochs.add_training(loss, seconds)
         values = {"loss": loss, "samples_per_second": rate, "dense_lr": step.dense_lr}
         self.log.write("train", self.run.steps, epoch=epoch, **values, embedding_lr=step.embedding_lr)
         self.run.write_statistics(self.log, epoch=epoch)
@@ -226,7 +227,7 @@ class Trainer:
             epochs.reopen(len(self.reader))
             self.save()
             raise
-        self.log.write("eval", steps, epoch=epochs.epoch - 1, **values)
+        self.log.write("eval", steps, epoch=epochs.epoch - 1, **without_times(values))
         epochs.ends.append({"epoch": epochs.epoch, "step": steps, **values})
         self.run.say(f"epoch {epochs.epoch}/{self.config.train.epochs}  step {steps}  {text}")
         if metric := epochs.undefined_metric():
@@ -258,6 +259,7 @@ class Trainer:
             epoch_step=self.epochs.step,
             device=self.process.device.type,
             epochs=list(self.epochs.ends),
+            training=list(self.epochs.training),
             samples=self.speed.samples,
             seconds=self.speed.seconds,
         )
@@ -285,13 +287,13 @@ class Trainer:
     def _tested(self, end: EpochEnd) -> EpochEnd:
         """Adds the measures of the test split to those of an epoch, with whose weights the model is."""
         values, text = self.measure(self.readers.test)
-        self.log.write("test", self.run.steps, epoch=end["epoch"] - 1, **values)
+        self.log.write("test", self.run.steps, epoch=end["epoch"] - 1, **without_times(values))
         self.run.say(f"epoch {end['epoch']}  step {end['step']}  {text}")
         return end | values
 
     def report(self, quality: dict[str, Any]) -> dict[str, Any]:
         """Summarizes the run, whose quality is given, and shows the remarks about it."""
-        report = epochs_report(self.run, self.epochs.ends, self.speed, quality)
+        report = epochs_report(self.run, self.epochs, self.speed, quality)
         for remark in remarks(report):
             self.run.say(remark)
         return report

@@ -337,8 +337,16 @@ def test_the_newest_tenth_is_measured_and_its_drift_is_remarked(tmp_path: Path) 
     assert (report["newest"]["rows"], report["newest"]["ctr"]) == (NEWEST, 1)
     assert report["newest"] == report["epochs"][-1]["newest"]
     assert report["calibration_remark"].startswith("the newest tenth of the test samples has ")
+    over_time = report["over_time"]
+    first = TIMED_ROWS - TESTED
+    assert [*over_time] == [str((first + tenth * NEWEST) * DAY) for tenth in range(10)]
+    clicks = click[first:].reshape(10, NEWEST).mean(1)
+    assert [tenth["ctr"] for tenth in over_time.values()] == pytest.approx(clicks.tolist())
+    assert [*over_time.values()][-1] == report["newest"]
+    assert len(report["training"]) == len(report["epochs"])
+    assert all(0 < epoch["loss"] < 1 and epoch["seconds"] > 0 for epoch in report["training"])
     other = report_of(tmp_path / "run_random")
-    assert ("newest" in other, other["calibration_remark"]) == (False, None)
+    assert ("newest" in other, other["calibration_remark"], len(other["over_time"])) == (False, None, 10)
 
 
 def test_the_remark_tells_drifts_apart() -> None:
