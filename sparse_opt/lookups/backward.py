@@ -81,6 +81,7 @@ class LossScale:
 
 def grad_scalers_in_use() -> list[GradScaler]:
     """Finds the enabled scalers of this process that have scaled a loss. It searches the heap, so call it once."""
+    gc.collect()  # scalers of earlier models may be in reference cycles
     referrers = gc.get_referrers(*_with_subclasses(GradScaler))
     scalers = [referrer for referrer in referrers if isinstance(referrer, GradScaler)]
     # The scale is None until the first loss; get_scale() tells the initial one then.
