@@ -194,6 +194,10 @@ class Column:
                 return JoinedList(kind, {"brackets": True}, len(parts), 1.0)
         return None
 
+    def parts(self, separator: str) -> frozenset[str]:
+        """The distinct ids of values that are lists joined in text."""
+        return frozenset(part.strip(BLANKS) for text in self.distinct for part in text.split(separator))
+
     def _joined_by(self, separator: str) -> JoinedList | None:
         several = sum(separator in text for text in self.known)
         parts = Counter(part.strip(BLANKS) for text in self.known for part in text.split(separator))

@@ -52,6 +52,7 @@ class RawSample:
             neither numbers nor ids.
         path: the file, the first one of a folder.
         whole: True if these are all rows of the only file.
+        is_text: whether delimiter, quote, header and encoding mean something for the file.
         partition: further columns that the folders of all files give, with a value of each file, see `partition_of`.
     """
 
@@ -67,6 +68,7 @@ class RawSample:
     partition: Mapping[str, list[str]] = field(default_factory=dict)
     encoding: str = ""
     decimal: str = "."
+    is_text: bool = True
 
     @property
     def scope(self) -> str:
@@ -89,7 +91,13 @@ def read_sample(path: str | os.PathLike[str], label: str = "", delimiter: str = 
         found = _text_sample(source.path, label, delimiter) if types is None else _table_sample(source, types, label)
     values = [dict(partition_of(file)) for file in files]
     partition = {name: [each.get(name) or "" for each in values] for name in values[0] if name not in found.columns}
-    return replace(found, path=source.path, whole=found.whole and len(files) == 1, partition=partition)
+    return replace(
+        found,
+        path=source.path,
+        is_text=source.format == "text",
+        whole=found.whole and len(files) == 1,
+        partition=partition,
+    )
 
 
 def _table_sample(source: Source, types: pa.Schema, label: str) -> RawSample:

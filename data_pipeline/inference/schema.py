@@ -34,6 +34,8 @@ RESERVED = (LABEL, TIME, TRUE_LOGIT, SAMPLE_WEIGHT, SAMPLE_NUMBER)
 ENOUGH = 100
 """Samples of each class from which on a column that tells them apart is no chance."""
 WHICH = unsure("which values are positive?")
+SHARED = 20
+"""Ids that two columns have in common, at least, where they are said to be of the same things."""
 SHOWN_ITEMS = re.compile(r"\S+-[01]( \S+-[01])*")
 """Items that were shown together, each with its label, as in MIND's `behaviors.tsv`: `N3-1 N23-0`."""
 
@@ -179,7 +181,8 @@ def infer_schema(
     if not sample.header:
         left_out += [_left_out(name, "of the folder; it needs files with a header") for name in sample.partition]
     no_ids = all(each.keys["kind"] in NUMBER_KINDS for each in fields)
-    of_file = {"delimiter": sample.delimiter, "quote": sample.quote, "header": sample.header}
+    of_text = {"delimiter": sample.delimiter, "quote": sample.quote, "header": sample.header}
+    of_file: dict[str, Any] = of_text if sample.is_text else {}
     of_file |= {"encoding": sample.encoding} if sample.encoding else {}
     of_file |= {"decimal": sample.decimal} if sample.decimal != "." else {}
     of_file |= {} if sample.header else {"columns": list(sample.columns)}
@@ -286,13 +289,14 @@ class _Labels:
         known = [name for known in LABEL_NAMES for name in columns if name.lower() == known]
         named = [name for name in known if rules[name] is not None]
         flags = [name for name in complete if (rule := rules[name]) is not None and not rule.doubts]
-        named_two = [name for name in named if name in two]
-        if not asked and not named_two and len(likely := flags or ([] if named else complete)) > 1:
+        sure = [name for name in named if name in two]
+        sure += [name for name in named if name not in sure and columns[name].numeric and self._total_of(columns[name])]
+        if not asked and not sure and len(likely := flags or ([] if named else complete)) > 1:
             raise UserError(
                 f"{self.place}: several columns could be the label: {', '.join(map(repr, likely[:5]))}; name it with"
                 f" --label, such as --label {likely[0]}"
             )
-        candidates = [*named_two, *flags, *named, *complete]
+        candidates = [*sure, *flags, *named, *complete]
         if not asked and not candidates:
             raise UserError(self._none_found(two))
         chosen = asked or candidates[0]
@@ -300,7 +304,7 @@ class _Labels:
         rule = _rule_of(column, positive) if positive else label_rule(column, partial=bool(self.scope))
         if rule is None:
             raise UserError(f"column {chosen!r} cannot be the label: {self._problem(column)}")
-        rivals = named if chosen in named_two else [*named, *complete]
+        rivals = named if chosen in sure else [*named, *complete]
         others = [name for name in dict.fromkeys(rivals) if name != chosen]
         label: str | Mapping[str, str] = chosen
         said, total = Remark("see the next line" if rule.keys else "all values are 0 or 1"), ""
@@ -463,7 +467,27 @@ def _fields(guesses: Guesses) -> tuple[list[Entry], list[Entry]]:
             name = _unused(f"{name}_id", used, guesses)
             of_ids = {"name": name, "column": column, "kind": "categorical", "min_count": FREQUENT}
             fields.append(Entry(of_ids, (Remark("the same integers as ids; remove the field that is wrong"),)))
-    return fields, left_out
+    return [_with_shared_ids(field, fields, guesses) for field in fields], left_out
+
+
+def _with_shared_ids(field: Entry, fields: Sequence[Entry], guesses: Guesses) -> Entry:
+    """Returns a field of lists with a remark on the field of single ids, if there is one, that has the same ids."""
+    keys = field.keys
+    if keys["kind"] != "multi" or "separator" not in keys or "brackets" in keys:
+        return field
+    ids = guesses[keys.get("column", keys["name"])].column.parts(keys["separator"])
+    for other in fields:
+        if other.keys["kind"] != "categorical" or "part" in other.keys:
+            continue
+        others = guesses[other.keys.get("column", other.keys["name"])].column.counts.keys()
+        if len(ids & others) >= max(SHARED, 0.5 * len(ids), 0.5 * len(others)):
+            name = other.keys["name"]
+            same = unsure(
+                f'has ids of {name!r}: shares = {_toml(name)} gives both one table, and kind = "sequence" is for a'
+                " history, whose order counts"
+            )
+            return replace(field, remarks=(*field.remarks, same))
+    return field
 
 
 def _unused(name: str, used: set[str], guesses: Guesses) -> str:

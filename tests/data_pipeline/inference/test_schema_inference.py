@@ -2,6 +2,7 @@
 
 import csv
 import lzma
+import random
 import re
 import shutil
 import tomllib
@@ -626,3 +627,22 @@ def test_a_decimal_comma_and_another_encoding(tmp_path):
         tmp_path / "raw.csv",
         test_fraction=0,
     )
+
+
+def test_a_history_of_the_ids_of_another_column_is_remarked(tmp_path: Path) -> None:
+    """Whoever takes the advice gets one table for both; few ids, such as of weekdays, prove nothing."""
+    draw, lines = random.Random(0), ["click,item,seen,day,days"]
+    for n in range(600):
+        seen, days = (
+            [f"{kind}{draw.randrange(size)}" for _ in range(1 + n % 4)] for kind, size in (("i", 60), ("d", 7))
+        )
+        lines.append(f"{n % 2},i{n % 60},{'|'.join(seen)},d{n % 7},{'|'.join(days)}")
+    (tmp_path / "raw.csv").write_text("\n".join(lines))
+    text = infer_schema(tmp_path / "raw.csv").text
+    assert text.count("has ids of 'item': shares = \"item\" gives both one table") == text.count("shares = ") == 1
+    taken = text.replace(
+        '{name = "seen", kind = "multi"', '{name = "seen", kind = "sequence", max_length = 9, shares = "item"'
+    )
+    (tmp_path / "columns.toml").write_text(taken)
+    fields = {field.name: field for field in prepared(tmp_path / "raw.csv").sparse}
+    assert (fields["seen"].kind, fields["seen"].shares) == ("sequence", "item")

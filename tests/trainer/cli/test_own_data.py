@@ -1,9 +1,11 @@
-"""Public data sets as they are published, made from their descriptions: `cowrec fit` trains on them."""
+"""Data as people have them: `cowrec fit` trains on public sets as they are published, and on a log of JSON lines."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from commands.command_line import Cowrec
@@ -69,3 +71,35 @@ def test_a_public_layout_is_trained_as_it_is(cowrec: Cowrec, tmp_path: Path, nam
     schema = Schema.load(run / "data")
     assert sum(split.rows for split in schema.splits.values()) == len(lines) - 1
     assert float(printed.split("AUC ")[-1].split()[0]) > 0.6
+
+
+def test_a_log_of_json_lines_goes_from_counts_to_predictions(cowrec: Cowrec, tmp_path: Path) -> None:
+    """Times are in milliseconds, the item has a vector, the label is a rate; what is asked about has no label."""
+    draw, lines = np.random.default_rng(0), []
+    for row in range(ROWS):
+        vector = draw.normal(size=3).round(3).tolist()
+        shown = int(draw.integers(3, 9))
+        clicks = int(draw.binomial(shown, 1 / (1 + np.exp(-3 * vector[0]))))
+        user = {"id": f"u{draw.integers(0, 40)}", "premium": bool(row % 2)}
+        of_item = {"item_vector": vector, "tags": ["a", "b", "c"][: row % 4]}
+        counts = {"clicks": clicks, "impressions": shown}
+        lines.append({"user": user, "ts": 1_700_000_000_123 + row * 60_000, **of_item, **counts})
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    settings = ("--set", "train.batch_size=50", "--set", "optimizer.l2=1e-6", "--set", "train.epochs=8")
+    code, _, said = cowrec("fit", tmp_path / "log.jsonl", "--run-dir", tmp_path / "run", *settings)
+    assert code == 0, said
+    layout = load_schema_file(tmp_path / "run" / "data.toml")
+    assert (layout.labels[0].count, layout.labels[0].of, layout.time_columns) == ("clicks", "impressions", ("ts",))
+    kinds = {field.column: field.kind for field in layout.fields}
+    vector_and_flag = {"user.premium": "categorical", "item_vector": "vector"}
+    assert kinds == vector_and_flag | {"user.id": "categorical", "tags": "multi"}
+    new = [{key: value for key, value in line.items() if key not in ("clicks", "impressions")} for line in lines[:99]]
+    (tmp_path / "new.jsonl").write_text("\n".join(map(json.dumps, new)))
+    output = tmp_path / "p.parquet"
+    code, _, said = cowrec("predict", tmp_path / "run", "--input", tmp_path / "new.jsonl", "--output", output)
+    assert code == 0, said
+    found = pq.read_table(output)["prediction"].to_numpy()
+    rates = [line["clicks"] / line["impressions"] for line in lines[:99]]
+    assert np.corrcoef(found, rates)[0, 1] > 0.5
+    code, printed, said = cowrec("evaluate", tmp_path / "run", "--input", tmp_path / "log.jsonl")
+    assert (code, json.loads(printed)["rows"]) == (0, ROWS), said
