@@ -381,8 +381,8 @@ def _delimiter(lines: Sequence[str], quote: str, path: str, asked: str) -> tuple
     delimiter, (width, _) = max(widths.items(), key=lambda each: (each[1][0] > 1, each[1][1], each[1][0]))
     if width == 1:
         raise UserError(
-            f"{path}: no delimiter found among {''.join(among)!r}; name it with --delimiter, such as --delimiter ' ';"
-            " if it has no samples, name the files that do"
+            f"{path}: no delimiter found among {', '.join(map(repr, among))}; name it with --delimiter,"
+            " such as --delimiter ' '; if it has no samples, name the files that do"
         )
     return delimiter, width
 
