@@ -40,13 +40,13 @@ from .raw.json_lines import (
     require_columns,
     to_array,
     uniform_table,
+    value_of,
 )
 from .raw.kinds import RawType, read_fields
 from .raw.layouts import Layout, RawField, RawLabel
-from .raw.nested import flattened, value_of
 from .raw.parsing import Parsed
+from .raw.tables import flattened, unreadable_rows, without_rows
 from .raw.times import RawTime
-from .raw.validity import unreadable_rows, without_rows
 
 if TYPE_CHECKING:
     from .dataset.batch import Batch

@@ -1,4 +1,7 @@
-"""Stable 64-bit hashes of integers and strings, in compiled loops."""
+"""Stable 64-bit hashes of integers and strings: splitmix64 (Steele, Lea, Flood 2014), behind all draws, and FNV-1a.
+
+R values.
+"""
 
 from typing import Any
 
@@ -6,15 +9,21 @@ import numba
 import numpy as np
 import pyarrow as pa
 
-from . import splitmix
-from .splitmix import GOLDEN
-
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 FNV_OFFSET = np.uint64(0xCBF29CE484222325)
 FNV_PRIME = np.uint64(0x100000001B3)
 
 
-mix: Any = numba.njit(inline="always")(splitmix.mix)
-"""Applies splitmix64's output function to a uint64 in a compiled function."""
+def splitmix(state: np.ndarray) -> np.ndarray:
+    """Applies splitmix64's output function, a bijection of the 64-bit integers, to each element; uint64."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    found: np.ndarray = state ^ (state >> np.uint64(31))
+    return found
+
+
+mix: Any = numba.njit(inline="always")(splitmix)
+"""`splitmix` of a uint64 in a compiled function."""
 
 
 @numba.njit(inline="always")
@@ -25,7 +34,7 @@ def uniform(bits: np.uint64) -> float:
 
 @numba.njit(nogil=True, cache=True)
 def uniforms(seed: int, numbers: np.ndarray) -> np.ndarray:
-    """Draws a number in [0, 1) for each integer, float64 [R] from int64 [R]; a function of (seed, integer) alone."""
+    """Draws a number in [0, 1) for each integer, float64 [R] from int64 [R], by (seed, integer) alone."""
     key, out = mix(np.uint64(seed)), np.empty(len(numbers))
     for i in range(len(numbers)):
         out[i] = uniform(mix(key + np.uint64(numbers[i]) * GOLDEN))
@@ -53,7 +62,7 @@ def string_hashes(text: pa.Array) -> np.ndarray:
 
 
 def string_buffers(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Returns Arrow's buffers of a string array without nulls: offsets [R + 1] (int32 or int64) and bytes, uint8."""
+    """Returns the buffers of strings without nulls: offsets, int32 or int64 [R + 1], and bytes, uint8."""
     wide = pa.types.is_large_string(text.type)
     _, offsets, data = text.buffers()
     dtype = np.dtype(np.int64 if wide else np.int32)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..raw.brackets import items_of, weights_of
 from ..raw.columns import AROUND_VECTORS
 from ..raw.layouts import RawKind
-from ..raw.lists import BLANKS
+from ..raw.lists import BLANKS, items_of, weights_of
 from ..raw.values import EXACT_INTEGERS, LOOKS_MISSING, NUMBER_PATTERN
 from .names import AMOUNT_NAME, ID_NAME, TIME_NAME, WEIGHT_NAMES
 from .times import TimeForm, form_of

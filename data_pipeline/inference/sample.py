@@ -19,10 +19,9 @@ from ..raw.columns import UNMARKED, label_value
 from ..raw.inputs import Source, find_inputs, partition_of
 from ..raw.json_lines import parsed_lines
 from ..raw.layouts import unescaped
-from ..raw.nested import flattened
 from ..raw.reading import look, naming_file, open_groups
+from ..raw.tables import flattened, require_offsets
 from ..raw.text import BYTE_ORDER_MARK, RawText
-from ..raw.validity import require_offsets
 from ..raw.values import LOOKS_MISSING, NUMBER_PATTERN, as_id_text, plain_array, with_point
 from .columns import VECTORS
 from .names import ID_NAME, LABEL_NAMES, TIME_NAME

@@ -17,10 +17,9 @@ from ..encoding.encoder import Encoder, flat, sparse_field, texts_of
 from ..encoding.numbers import NumberStatistics, ValueCounts, fitted
 from ..encoding.vocabulary import Vocabulary, VocabularyCounter, counted_values
 from ..parallel import ordered_map
-from ..raw.bad_rows import BadRow, BadRowLedger
 from ..raw.inputs import Block, Partition, Report
 from ..raw.layouts import Layout, RawField
-from ..raw.parsing import parse
+from ..raw.parsing import BadRow, BadRowLedger, parse
 from .config import PrepareConfig
 from .doubts import report_blanks, report_markers
 from .engines import Engine

@@ -18,10 +18,9 @@ from cowrec.errors import UserError
 from ..dataset.schema import SCHEMA_FILE, Schema, SourceFile, Split, library_versions
 from ..dataset.shards import check_replaceable, disk_errors, new_folder
 from ..encoding.encoder import Encoder
-from ..raw.bad_rows import BadRowLedger
 from ..raw.inputs import Partition, RawFile, Source, find_groups, find_inputs, partitions, stamp
 from ..raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_schema_file
-from ..raw.parsing import check_same_types, check_types
+from ..raw.parsing import BadRowLedger, check_same_types, check_types
 from ..raw.reading import look, survey
 from ..remote import Place, RemoteFolder, is_remote, local_path, require_local
 from .config import DEFAULT_TEST_FRACTION, OnBadRow, PrepareConfig, seconds_of

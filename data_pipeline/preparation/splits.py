@@ -14,10 +14,9 @@ from cowrec.errors import UserError
 
 from ..encoding.numbers import ValueCounts
 from ..hashing import uniforms
-from ..raw.bad_rows import BadRow, BadRowLedger, counts_text
 from ..raw.inputs import Block, Partition, Report
 from ..raw.layouts import Layout
-from ..raw.parsing import Parsed, parse
+from ..raw.parsing import BadRow, BadRowLedger, Parsed, counts_text, parse
 from ..raw.times import DATE_DIGITS, LATEST
 from .config import SplitKind
 from .engines import Engine

@@ -12,10 +12,9 @@ import pyarrow as pa
 from ..dataset.schema import Schema, Split
 from ..dataset.shards import PARTIAL, ShardSize, arrow_schema, shard_path, size_of_split, write_shard
 from ..encoding.encoder import Encoder
-from ..raw.bad_rows import BadRow, BadRowLedger
 from ..raw.inputs import Block, Partition, Report
 from ..raw.layouts import Layout
-from ..raw.parsing import parse
+from ..raw.parsing import BadRow, BadRowLedger, parse
 from .doubts import UNLABELLED, Doubts, doubts_of, report, report_order
 from .engines import Engine
 from .splits import SPLITS, TRAIN, SplitRule

@@ -1,6 +1,6 @@
 """Raw columns of any Arrow type that can hold their values, checked and converted to the input of an `Encoder`.
 
-Text, JSON and Parquet all come here as one typed table. R samples.
+Text, JSON and Parquet all become one typed table before. R samples.
 """
 
 import json
@@ -57,12 +57,12 @@ class SampleColumns:
 
     Args:
         table: typed columns; null is a missing value.
-        null_items: whether a null id that has a weight is "missing" or "wrong"; without a weight it is missing.
+        null_items: whether a null id that has a weight is "missing" or "wrong".
         decimal, for_prediction: see `Layout`.
 
     Attributes:
         problems: column and what is wrong, by row.
-        doubts: what may be suspicious: about ids, see `as_id_text`, and labels; by column and doubt.
+        doubts: numbers of suspicious ids (see `as_id_text`) and labels, by column and doubt.
     """
 
     def __init__(
@@ -105,10 +105,8 @@ class SampleColumns:
     def vectors(self, name: str, width: int, separator: str, null: Collection[str] = ()) -> np.ndarray:
         """Returns the numbers of vectors, float64 [width, R], NaN where a vector is missing or wrong.
 
-        Args:
-            name: column of lists, or of text in which the numbers are joined by `separator`, in brackets or not.
-            width: numbers of each vector; one of another width, or with a number that is not finite, is a problem.
-            null: texts that mean a missing vector, as the empty text and an empty list do.
+        The column has lists, or text of numbers that `separator` joins, in brackets or not. An empty list and empty
+        text are missing vectors, and so are the texts in `null`. A vector must have `width` finite numbers.
         """
         column = lists = self.arrays[name]
         missing = mask(column.is_null())
@@ -137,10 +135,7 @@ class SampleColumns:
         return vectors.T
 
     def labels(self, label: RawLabel, *, required: bool) -> np.ndarray:
-        """Returns float32 [R]: 0, 1, a rate between, or NaN where wrong or missing.
-
-        A wrong one is a problem, and a missing one if `required`.
-        """
+        """Returns float32 [R]: 0, 1, a rate, or NaN where wrong, or missing, which is a problem if `required`."""
         column = self.arrays[label.column]
         if label.is_rate:
             numbers, wrong = self._numbers(label.column, label.null)
@@ -159,8 +154,8 @@ class SampleColumns:
             of_texts, indices = label.values(coded.dictionary)[0], mask(coded.indices)
             values, wrong = of_texts[indices], np.zeros(len(text), bool)
             counts = np.bincount(indices, minlength=len(of_texts))
-            for each in np.flatnonzero(of_texts == 0)[:MOST_TEXTS].tolist():
-                self.doubts[label.column, NEGATIVE + coded.dictionary[each].as_py()] += int(counts[each])
+            for index in np.flatnonzero(of_texts == 0)[:MOST_TEXTS].tolist():
+                self.doubts[label.column, NEGATIVE + coded.dictionary[index].as_py()] += int(counts[index])
         else:
             values, wrong = label.values(text if label.threshold is None else self._pointed(text))
         return self._labels(label, values, wrong, required=required)
@@ -174,11 +169,9 @@ class SampleColumns:
         return values
 
     def weights(self, name: str, labels: Sequence[RawLabel]) -> np.ndarray:
-        """Returns sample weights, float32 [R]; a missing, negative or very large one is a problem.
+        """Returns sample weights, float32 [R]; a missing, negative or very large weight is a problem.
 
-        Args:
-            name: column of weights; empty for none.
-            labels: those of counts among them multiply the weights by their totals, at least 1.
+        `name` is empty if there is no column of weights. Labels of counts multiply the weights by their totals.
         """
         weights = np.ones(self.rows)
         factors = [(label.of, self._totals(label)) for label in labels if label.of]
@@ -199,7 +192,7 @@ class SampleColumns:
         return np.nan_to_num(weights).astype(np.float32)
 
     def _totals(self, label: RawLabel) -> np.ndarray:
-        """Returns the totals of a label of counts, float64 [R]; NaN where missing or wrong, which is a problem."""
+        """Returns the totals of a label of counts, float64 [R], NaN where they are a problem."""
         totals = without_marker_numbers(self._numbers(label.of, label.null)[0], label.null)
         wrong = ~(totals >= 1)
         if not self._for_prediction:
@@ -208,7 +201,7 @@ class SampleColumns:
         return np.where(wrong, np.nan, totals)
 
     def shown(self, name: str) -> pa.Array:
-        """Returns the text of values of any type, strings [R], empty where missing, as predictions show them."""
+        """Returns values of any type as predictions show them: strings [R], empty where missing."""
         column = self.arrays[name]
         ids = as_id_text(column)  # without exponents
         try:
@@ -230,7 +223,7 @@ class SampleColumns:
         return np.where(wrong, np.nan, values)
 
     def parts_of_times(self, time: RawTime, part: TimePart, null: Collection[str]) -> pa.Array:
-        """Returns a part of each time, strings [R], empty where the time is missing; a wrong one is a problem."""
+        """Returns a part of each time, strings [R], empty where it is missing; a wrong time is a problem."""
         values, wrong = self._times(time, null)
         written = self._written(time)
         missing = mask(pc.equal(without_markers(_text(written).fill_null(""), null), ""))
@@ -239,19 +232,19 @@ class SampleColumns:
 
     def _times(self, time: RawTime, null: Collection[str] = ()) -> tuple[np.ndarray, np.ndarray]:
         arrays = [without_nan(self.arrays[name], null) for name in time.columns]
-        found = time.seconds([without_markers(each, null) if is_text(each.type) else each for each in arrays])
+        found = time.seconds([without_markers(array, null) if is_text(array.type) else array for array in arrays])
         if found is None:
-            types = ", ".join(str(each.type) for each in arrays)
+            types = ", ".join(str(array.type) for array in arrays)
             raise UserError(f"column {time.name!r} has the type {types}; it must hold times")
         return found
 
     def _written(self, time: RawTime) -> pa.Array:
-        """The values of a time, as messages show them."""
+        """Returns the values of a time as messages show them."""
         arrays = [self.arrays[name] for name in time.columns]
         return arrays[0] if len(arrays) == 1 else pc.binary_join_element_wise(*map(_text, arrays), " ")
 
     def texts(self, name: str, null: Collection[str] = ()) -> pa.Array:
-        """Returns strings [R], empty where missing; `null` lists further texts that mean a missing value."""
+        """Returns ids, strings [R], empty where missing; `null` lists further texts that mean a missing value."""
         text, wrong = self.id_texts(without_nan(self.arrays[name], null), name)
         self.fail(wrong, name, self.arrays[name], "must be a finite number or null")
         return without_markers(text.fill_null(""), null)
@@ -283,13 +276,12 @@ class SampleColumns:
         return found
 
     def _pointed(self, text: pa.Array) -> pa.Array:
-        """Numbers as text, strings [R], with a decimal point."""
         return with_points(text) if self._decimal == "," else text
 
     def fail(
         self, wrong: np.ndarray, name: str, values: pa.Array, rule: str, sample_of: np.ndarray | None = None
     ) -> None:
-        """Records the samples of wrong values; `sample_of` gives each value's sample where there are several."""
+        """Records the samples of wrong values; `sample_of` has the sample of each value if samples have several."""
         for index in np.flatnonzero(wrong).tolist():
             sample = index if sample_of is None else int(sample_of[index])
             if sample not in self.problems:
@@ -297,7 +289,6 @@ class SampleColumns:
 
 
 def _text(values: pa.Array) -> pa.Array:
-    """Strings [R] of times of any type; null where missing."""
     if is_text(values.type):
         return values
     found = as_id_text(values)
@@ -330,14 +321,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class ValueType:
-    """What single values of a column are read by.
-
-    Attributes:
-        separator, weight_separator: of lists and weights that are given as text.
-        null: texts that mean a missing value.
-        brackets: True if these are in brackets instead.
-        decimal: decimal sign of numbers that are given as text.
-    """
+    """Keys of a field, see `RawField`, and the decimal sign of the layout, by which single values are read."""
 
     separator: str = ""
     weight_separator: str = ""
@@ -347,7 +331,6 @@ class ValueType:
 
     @cached_property
     def null_numbers(self) -> list[float]:
-        """The numbers that mean a missing value."""
         return marker_numbers(self.null)
 
 
@@ -380,10 +363,10 @@ def vector_value(value: Any, kind: ValueType) -> list[float | None] | None:
         value = text.split(None if kind.separator.isspace() else kind.separator or None) if text else []
         if len(value) > 1 and not kind.separator:
             raise WrongValue
-        value = [each.strip() for each in value]
+        value = [number.strip() for number in value]
     if not isinstance(value, list):
         raise WrongValue
-    return [number_value(each, UNMARKED) for each in value] or None
+    return [number_value(number, UNMARKED) for number in value] or None
 
 
 def time_value(value: Any, kind: ValueType) -> float | str | None:
@@ -407,31 +390,27 @@ def label_value(value: Any, kind: ValueType) -> str | None:
 
 
 def id_value(value: Any, kind: ValueType) -> str:
-    """Returns the id that the same value has in Parquet; of a missing value it is empty."""
+    """Returns the id that the same value has in Parquet; a missing value becomes the empty text."""
     text = _id_text(value, kind)
     return "" if text in kind.null else text
 
 
 def _id_text(value: Any, kind: ValueType) -> str:
     if isinstance(value, bool):
-        text = "true" if value else "false"
-    elif _is_fraction(value):
-        (text,) = _fractions([value]).values()
-    elif isinstance(value, float) and isfinite(value):
-        text = str(int(value))
-    else:
-        text = text_value(value, kind)
-    return text
+        return "true" if value else "false"
+    if _is_fraction(value):
+        return _fractions([value])[value]
+    return str(int(value)) if isinstance(value, float) and isfinite(value) else text_value(value, kind)
 
 
 def id_values(values: Sequence[Any], kind: ValueType) -> list[str]:
-    """Converts values as `_id_text` does, but all fractions at once, which is much faster than one by one."""
-    texts = _fractions(fractions) if (fractions := [each for each in values if _is_fraction(each)]) else {}
-    return [_id_text(texts.get(each, each) if isinstance(each, float) else each, kind) for each in values]
+    """Converts values to ids; all fractions are converted at once, which is much faster than one by one."""
+    texts = _fractions(fractions) if (fractions := list(filter(_is_fraction, values))) else {}
+    return [_id_text(texts.get(value, value) if isinstance(value, float) else value, kind) for value in values]
 
 
 def _is_fraction(value: Any) -> bool:
-    """Returns whether a value is a finite float that has no decimal digits as an int64."""
+    """Returns whether a value is a finite float that is no int64."""
     return isinstance(value, float) and isfinite(value) and not (value.is_integer() and abs(value) < _INT64)
 
 

@@ -1,6 +1,7 @@
 """Delimited text as columns of strings: pyarrow.csv reads it, after lines that pyarrow cannot set aside are removed.
 
-R samples of a block."""
+R samples of a block.
+"""
 
 from dataclasses import dataclass
 
@@ -11,15 +12,14 @@ import pyarrow.csv
 
 from cowrec.errors import UserError
 
-from .bad_rows import BadRow
 from .inputs import Block
 from .layouts import Layout, encoding_problem
 
 PARSE_BYTES = 1 << 19
 """Bytes that Arrow splits at a time; they fit into the processor's cache, which doubles its speed."""
-
 SEPARATOR = b"\x1f"
 """Takes the place of a delimiter of several bytes: ASCII's unit separator."""
+NEWLINE, RETURN = 10, 13
 
 
 @dataclass(frozen=True)
@@ -29,27 +29,27 @@ class RawTable:
     Attributes:
         table: the columns that the layout uses, R samples.
         places: number of each sample's line or row in its file, int64 [R].
-        bad: lines or rows that are no samples.
+        bad: by number, lines or rows that are no samples: the column, empty for the whole line, and what is wrong.
     """
 
     table: pa.Table
     places: np.ndarray
-    bad: "list[BadRow]"
+    bad: dict[int, tuple[str, str]]
 
 
 def split_text(block: Block, layout: Layout) -> RawTable:
     """Splits a block of text into strings; an empty one is a missing value.
 
-    Raises:
-        ValueError: a quoted value contains a newline, so that lines and samples do not correspond.
+    Raises ValueError if a quoted value contains a newline, so that lines and samples do not correspond.
     """
-    data, lines, longest, bad = filter_lines(block, layout.quote, layout.encoding)
+    data, lines, longest, problems = filter_lines(block, layout.quote, layout.encoding)
     if layout.encoding:
         data, longest = data.decode(layout.encoding).encode(), 4 * longest
     path, columns = block.source.path, layout.columns_in(block.source)
     wanted = [name for name in layout.used_columns if name in columns]
     # Unused columns may have any name, even a repeated one.
     names = [name if name in wanted else f"unused {number}" for number, name in enumerate(columns)]
+    bad = {line: ("", problem) for line, problem in problems.items()}
     wrong: list[tuple[int, int]] = []
 
     def on_invalid(row: pa.csv.InvalidRow) -> str:
@@ -85,10 +85,8 @@ def split_text(block: Block, layout: Layout) -> RawTable:
     if table.num_rows + len(wrong) != len(lines):
         raise UserError(_multiline_message(table, lines, path))
     hint = f" separated by {layout.delimiter!r}"
-    bad += [
-        BadRow(block.source, int(lines[row]), "", f"{found} columns, must be {len(names)}{hint if found == 1 else ''}")
-        for row, found in wrong
-    ]
+    for row, found in wrong:
+        bad[int(lines[row])] = "", f"{found} columns, must be {len(names)}{hint if found == 1 else ''}"
     return RawTable(table, np.delete(lines, [row for row, _ in wrong]), bad)
 
 
@@ -103,20 +101,15 @@ def _multiline_message(table: pa.Table, lines: np.ndarray, path: str) -> str:
     )
 
 
-NEWLINE, RETURN = 10, 13
-
-
-def filter_lines(block: Block, quote: str, encoding: str = "") -> "tuple[bytes, np.ndarray, int, list[BadRow]]":
+def filter_lines(block: Block, quote: str, encoding: str = "") -> tuple[bytes, np.ndarray, int, dict[int, str]]:
     """Removes lines that are empty or not of the encoding (UTF-8 by default), and lines with a lone carriage return.
 
-    Given a `quote`, lines with unbalanced quotes are removed too.
-
-    A line with unbalanced quotes is nearly always half of a record with a newline inside quotes. Such records are not
-    supported: files are split into blocks at newlines, which keeps line numbers exact.
+    With a `quote`, lines of unbalanced quotes are removed too. Nearly always they are half of a record with a newline
+    inside quotes, which is not supported: files are split at newlines, which keeps line numbers exact.
 
     Returns:
         The text of the remaining lines, their numbers in the file, int64, an upper bound of the bytes of a line, and
-        the removed lines.
+        what is wrong with the removed lines by number.
     """
     assert isinstance(block.data, bytes)
     text = np.frombuffer(block.data, np.uint8)
@@ -141,16 +134,15 @@ def filter_lines(block: Block, quote: str, encoding: str = "") -> "tuple[bytes, 
     lines = np.arange(block.first_place, block.first_place + len(ends))
     longest = int((ends - starts).max(initial=0)) + 1
     if not problems:
-        return block.data, lines, longest, []
+        return block.data, lines, longest, {}
     bad = np.asarray(sorted(problems))
     kept_from, kept_to = np.r_[0, ends[bad] + 1], np.r_[starts[bad], len(text)]
     data = b"".join(block.data[start:stop] for start, stop in zip(kept_from, kept_to, strict=True))
-    rows = [BadRow(block.source, int(lines[line]), "", problems[line]) for line in bad.tolist()]
-    return data, np.delete(lines, bad), longest, rows
+    return data, np.delete(lines, bad), longest, {int(lines[line]): problems[line] for line in bad.tolist()}
 
 
 def _undecodable(data: bytes, ends: np.ndarray, encoding: str) -> list[tuple[int, int]]:
-    """Returns (line index, first invalid byte) of lines that are not of an encoding."""
+    """Returns the index and the first invalid byte of lines that are not of an encoding."""
     found: list[tuple[int, int]] = []
     if data.isascii():
         return found

@@ -1,6 +1,7 @@
 """Raw files: finding those that a user names, on this machine or in an object store, and their division into segments.
 
-A file is named by its path or its URI."""
+A file is named by its path or its URI.
+"""
 
 import fnmatch
 import glob
@@ -27,10 +28,10 @@ HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 def find_inputs(inputs: Sequence[str]) -> list[str]:
     """Returns the files of all inputs, in their order.
 
-    An input is a file; a folder, which stands for all files in it and in its folders, in the order of their paths,
-    without those whose name starts with `.` or `_`; or a pattern with `*`, `?`, `[...]` or `**`, which stands for the
-    files and folders that match, in the same order, without such names unless a part of the pattern starts so too. All
-    of them may be URIs of an object store (s3://bucket/folder), in which `?` starts options instead.
+    An input is a file; a folder, which stands for all files in it and in its folders, in the order of their paths; or a
+    pattern with `*`, `?`, `[...]` or `**`, which stands for the files and folders that match, in the same order. Names
+    that start with `.` or `_` are left out, unless a part of the pattern starts so too. All inputs may be URIs of an
+    object store (s3://bucket/folder), in which `?` starts options.
 
     Raises:
         ValueError: a file does not exist, is empty, no regular file (a pipe cannot be read again) or given twice; a
@@ -40,11 +41,11 @@ def find_inputs(inputs: Sequence[str]) -> list[str]:
 
 
 def find_groups(groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Returns the files of groups of inputs, of which the first has some; raises as :func:`find_inputs`."""
+    """Returns the files of groups of inputs, of which the first must have some; see `find_inputs`."""
     if not groups[0]:
         raise UserError("no input file given")
     found = [
-        [file for each in inputs for file in find_files(each if is_remote(each) else str(local_path(each)))]
+        [file for place in inputs for file in find_files(place if is_remote(place) else str(local_path(place)))]
         for inputs in groups
     ]
     seen: set[str] = set()
@@ -63,7 +64,7 @@ def find_groups(groups: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def partition_of(place: str) -> tuple[tuple[str, str | None], ...]:
-    """Returns (column, value) of each folder `column=value` in a file's path, as Hive names them; None is missing."""
+    """Returns (column, value) of each folder `column=value` in a path, as Hive names folders; None is missing."""
     values: dict[str, str | None] = {}
     for part in Path(path_of(place)).parts[:-1]:
         name, equals, value = part.partition("=")
@@ -85,7 +86,7 @@ class Source:
         format: recognized by the content; "json" is text with an object a line.
         stamp: size and modification time of the file at the survey.
         first_line: of text: the first line, without its ending.
-        columns: of Parquet and Arrow files: those that are read, all of them at first; of JSON: those of its beginning.
+        columns: of Parquet and Arrow: those that are read, at first all; of JSON: those of the file's beginning.
         partition: values of columns that the path gives, see `partition_of`.
     """
 
@@ -133,7 +134,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Block:
-    """The samples of a segment: text in which each line ends with a newline, or a table. Other attributes as there."""
+    """The samples of a `Segment`: text in which each line ends with a newline, or a table."""
 
     source: Source
     data: bytes | pa.Table
@@ -193,7 +194,6 @@ def partitions(files: Sequence[RawFile], partition_samples: int) -> list[Partiti
 
 
 def changed_message(path: str) -> str:
-    """The message for a file that is not as it was at the survey."""
     return f"{path} changed while it was being read; run again"
 
 
@@ -216,7 +216,6 @@ def path_of(place: str) -> str:
 
 
 def read_bytes(place: str) -> int:
-    """Returns how many bytes of a file are read at a time."""
     return REMOTE_READ if is_remote(place) else LOCAL_READ
 
 
@@ -242,11 +241,7 @@ def open_file(place: str) -> pa.NativeFile:
 
 
 def find_files(text: str) -> list[str]:
-    """Returns the files that a file, folder or pattern stands for; see `find_inputs`.
-
-    Raises:
-        ValueError: a pattern matches nothing, or a folder has no file.
-    """
+    """Returns the files that a file, folder or pattern stands for; see `find_inputs`."""
     if not is_remote(text):
         return _find_local(text)
     match = _URI.fullmatch(text)
@@ -283,10 +278,10 @@ def _find_local(text: str) -> list[str]:
     found = {path: Path(path).parts for path in glob.glob(text, recursive=True)}
     shown = (path for path in found if not _is_hidden(found[path][plain:], parts[plain:]))
     matches = sorted(shown, key=found.__getitem__)
-    for each in {os.path.dirname(match) for match in matches}:
-        _check_folders(text, Path(each).absolute(), *Path(each).absolute().parents)
+    for folder in {Path(match).absolute().parent for match in matches}:
+        _check_folders(text, folder, *folder.parents)
     # A folder and its files may both match.
-    files = dict.fromkeys(file for each in matches for file in (_files_below(each) if os.path.isdir(each) else (each,)))
+    files = dict.fromkeys(file for path in matches for file in (_files_below(path) if os.path.isdir(path) else (path,)))
     if not files:
         raise UserError(f"input {text}: no file or folder matches this pattern (names with . or _ first are left out)")
     return list(files)
@@ -299,11 +294,11 @@ def _is_hidden(name: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 _LAKE_MARKS = {"Delta Lake": "_delta_log", "Hudi": ".hoodie", "Iceberg": "metadata/*.metadata.json"}
-"""What marks the folder of a table that also has the files of its earlier versions, by the format of the table."""
+"""Files that tell the folder of a table, which also has the files of the table's earlier versions."""
 
 
 def _check_folders(text: str, *folders: Path) -> None:
-    """Raises ValueError if a local folder is such a table."""
+    """Raises ValueError if one of the local folders is the folder of a table."""
     for folder in folders:
         for table, mark in _LAKE_MARKS.items():
             _refuse_lake_table(text, table, [*folder.glob(mark)])
@@ -322,13 +317,13 @@ def _files_below(folder: str) -> list[str]:
     found: list[str] = []
     for parent, folders, names in os.walk(folder, followlinks=True):
         _check_folders(folder, Path(parent))
-        folders[:] = [each for each in folders if not each.startswith(HIDDEN)]
+        folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
         found += [os.path.join(parent, name) for name in names if not name.startswith(HIDDEN)]
     return sorted(found, key=lambda path: Path(path).parts)
 
 
 def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Returns whether a path, or a folder in it, matches a pattern, whose part `**` stands for any folders."""
+    """Returns whether a path, or a folder in it, matches a pattern; the part `**` stands for any folders."""
     if not pattern:
         return True
     if pattern[0] == "**":
@@ -345,7 +340,7 @@ def _info(place: str) -> pafs.FileInfo:
 
 
 def _opened(place: str) -> tuple[pafs.FileSystem, str]:
-    """Returns the file system of a URI, opened once for all its files, and the path in it."""
+    """Returns the file system of a URI, which is opened once for all its files, and the path in it."""
     match = _URI.fullmatch(place)
     assert match is not None
     files, root = _file_system(match["start"] + (match["query"] or ""))

@@ -1,8 +1,8 @@
-"""Samples as JSON, lines of files and of streams, as Arrow columns: all at once if types are uniform, else one by one.
+"""JSON lines of files and streams as Arrow columns: all at once if types are uniform, else one by one.
 
 Both ways give the same result: the first is used only if every line is one object whose values have the types of the
-first lines. If a key occurs twice in an object, its last value counts. A column `user.id` may be within objects, see
-`nested`.
+first lines. If a key occurs twice in an object, its last value counts. The column `user.id` is the value `id` within
+the object `user`, unless an object has the key `user.id`.
 """
 
 import json
@@ -17,13 +17,12 @@ import pyarrow.json
 
 from cowrec.errors import UserError
 
-from .bad_rows import BadRow
 from .columns import WrongValue
 from .delimited import RawTable
 from .inputs import Block
 from .kinds import RawType, column_types
 from .layouts import Layout
-from .nested import ABSENT, flattened, nested_schema, value_of
+from .tables import flattened
 
 MAX_BYTES = 1 << 20
 """Longest JSON sample, and longest text in a column of a table; parsing takes about nine times this memory."""
@@ -32,16 +31,13 @@ PROBED_LINES = 16
 LOOKED_AT = 1 << 20
 """Bytes of a file whose lines tell its columns."""
 NAMED = re.compile(r"\.(jsonl|ndjson)(\.(gz|zst|zstd|xz|bz2|lz4|zip))?$", re.IGNORECASE)
+ABSENT = object()
 DOCUMENT = re.compile(rb'\s*(\[\s*\{|\{\s*("[^"\n]*"\s*:[^\n]*)?\n\s*["}])')
 """How JSON begins that is one value in several lines, or a list of objects."""
 
 
 def are_json_lines(path: str, text: bytes) -> bool:
-    """Returns whether text, the beginning of a file, is JSON with one object a line.
-
-    Raises:
-        ValueError: the file is one JSON document.
-    """
+    """Returns whether the beginning of a file is JSON with an object a line. Raises ValueError: one JSON document."""
     if NAMED.search(path):
         return True
     line, _, others = text.partition(b"\n")
@@ -59,7 +55,7 @@ def are_json_lines(path: str, text: bytes) -> bool:
 
 
 def json_columns(text: bytes) -> tuple[str, ...]:
-    """Returns the columns that the objects of lines have, those of objects within them included."""
+    """Returns the columns of the lines' objects, and of objects within them."""
     found: dict[str, None] = {}
     complete = text if len(text) <= LOOKED_AT else text[: text.rfind(b"\n", 0, LOOKED_AT)]
     for sample in parsed_lines(complete.split(b"\n")):
@@ -85,19 +81,17 @@ def read_json(block: Block, layout: Layout) -> RawTable:
         table, index, wrong = canonical_table(parsed_lines(lines), types)
     for name in types.keys() - {*table.column_names, *dict(block.source.partition)}:
         table = table.append_column(name, pa.nulls(len(index), types[name].arrow))
-    bad = [BadRow(block.source, block.first_place + row, "", reason) for row, reason in wrong.items()]
-    return RawTable(table, index + block.first_place, bad)
+    return RawTable(
+        table, index + block.first_place, {block.first_place + row: ("", why) for row, why in wrong.items()}
+    )
 
 
 def uniform_table(lines: Sequence[bytes], types: Mapping[str, RawType]) -> pa.Table | None:
-    """Parses lines of uniform types, one table row per line; None if types differ or a line is malformed.
-
-    Columns that no line has are left out.
-    """
+    """Parses lines to a row each, without columns that no line has; None if types differ or a line is malformed."""
     if max(map(len, lines)) > MAX_BYTES:
         return None
     arrow_types, seen = _types_of(lines[:PROBED_LINES], types)
-    nested = nested_schema(arrow_types)
+    nested = _nested(arrow_types)
     # If the text parses, lines that start with { and end with } hold complete objects: within an object, the line after
     # a } would have to start with a comma. So as many rows as lines means one object per line.
     objects = pa.array(lines, pa.binary())
@@ -126,7 +120,7 @@ def uniform_table(lines: Sequence[bytes], types: Mapping[str, RawType]) -> pa.Ta
 
 
 def long_texts(table: pa.Table) -> dict[int, str]:
-    """Returns what is wrong with rows of a table that have a text of more than `MAX_BYTES`, by row, in order."""
+    """Returns what is wrong by row, in order, if the row has a text of more than `MAX_BYTES`."""
     found: dict[int, str] = {}
     for name in table.column_names:
         if pa.types.is_string(table[name].type) or pa.types.is_large_string(table[name].type):
@@ -167,11 +161,23 @@ def canonical_table(
             present |= given_columns(sample, types)
     # If no sample is valid, missing columns are not reported as another error.
     columns = {
-        name: to_array([each[name] for each in good.values()], kind)
+        name: to_array([sample[name] for sample in good.values()], kind)
         for name, kind in types.items()
         if name in present or not good
     }
     return pa.table(columns), np.array([*good], np.int64), wrong
+
+
+def value_of(sample: Mapping[str, Any], column: str, default: Any = None) -> Any:
+    """Returns the value of a column of a sample, which may be within objects; `default` if there is none."""
+    if column in sample:
+        return sample[column]
+    for dot in re.finditer(r"\.", column):
+        inner = sample.get(column[: dot.start()])
+        found = value_of(inner, column[dot.end() :], ABSENT) if isinstance(inner, Mapping) else ABSENT
+        if found is not ABSENT:
+            return found
+    return default
 
 
 def given_columns(sample: Mapping[str, Any], columns: Collection[str]) -> set[str]:
@@ -180,11 +186,7 @@ def given_columns(sample: Mapping[str, Any], columns: Collection[str]) -> set[st
 
 
 def canonical_values(sample: Any, types: Mapping[str, RawType]) -> dict[str, Any]:
-    """Converts a sample's values to floats (or text for times), strings, lists of strings or of {id, weight}, or None.
-
-    Raises:
-        ValueError: the sample is not an object, or a value has the wrong type for its column.
-    """
+    """Returns the canonical values of a sample. Raises ValueError: it is no object, or a value is of a wrong type."""
     if isinstance(sample, Malformed):
         raise sample
     if not isinstance(sample, Mapping):
@@ -192,14 +194,14 @@ def canonical_values(sample: Any, types: Mapping[str, RawType]) -> dict[str, Any
     values = {}
     for name, kind in types.items():
         try:
-            values[name] = kind.canonical_value(value_of(sample, name) if "." in name else sample.get(name))
+            values[name] = kind.canonical_value(value_of(sample, name))
         except WrongValue:
             raise UserError(f"column {name}: {kind.rule}, got {abbreviated(value_of(sample, name))}") from None
     return values
 
 
 def to_array(values: Sequence[Any], kind: RawType) -> pa.Array:
-    """Converts canonical values to an Arrow array."""
+    """Converts canonical values; times are text if one of them is."""
     if kind.kind == "time" and any(isinstance(value, str) for value in values):
         texts = [repr(value) if isinstance(value, float) else value for value in values]
         return pa.array(texts, pa.string())
@@ -208,14 +210,13 @@ def to_array(values: Sequence[Any], kind: RawType) -> pa.Array:
 
 def require_columns(wanted: Iterable[str], present: Iterable[str]) -> None:
     """Raises ValueError if columns are missing."""
-    missing = sorted(set(wanted) - set(present))
-    if missing:
+    if missing := sorted(set(wanted) - set(present)):
         names = ", ".join(map(repr, missing))
         raise UserError(f"no sample has the column {names}; give null for a missing value")
 
 
 def abbreviated(value: Any) -> str:
-    """Returns the JSON of a value, shortened; only its type if it is nested too deeply for Python."""
+    """Returns the JSON of a value, shortened, or its type if it is nested too deeply."""
     try:
         text = json.dumps(value, default=str)
     except RecursionError:
@@ -228,7 +229,7 @@ class Malformed(UserError):
 
 
 def _types_of(lines: Sequence[bytes], types: Mapping[str, RawType]) -> tuple[dict[str, pa.DataType], set[str]]:
-    """Returns Arrow types from the first value of each column in these lines, and the columns these lines have."""
+    """Returns the Arrow types of the first value of each column, and the columns that the lines have."""
     found: dict[str, pa.DataType] = {}
     seen: set[str] = set()
     for sample in parsed_lines(lines):
@@ -244,8 +245,28 @@ def _types_of(lines: Sequence[bytes], types: Mapping[str, RawType]) -> tuple[dic
     return {name: found.get(name, kind.arrow) for name, kind in types.items()}, seen
 
 
+def _nested(types: Mapping[str, pa.DataType]) -> pa.Schema | None:
+    """Returns the schema whose leaves are columns with dots; None if a column is a leaf and a struct at once."""
+    groups: dict[str, dict[str, pa.DataType]] = {}
+    for name, kind in types.items():
+        top, _, inner = name.partition(".")
+        groups.setdefault(top, {})[inner] = kind
+    fields = []
+    for top, leaves in groups.items():
+        if "" not in leaves:
+            inner_schema = _nested(leaves)
+            if inner_schema is None:
+                return None
+            fields.append((top, pa.struct([*inner_schema])))
+        elif len(leaves) == 1:
+            fields.append((top, leaves[""]))
+        else:
+            return None
+    return pa.schema(fields)
+
+
 def _keys_with_dots(column: str) -> Iterator[str]:
-    """Yields the keys with dots by which objects may have a column, which Arrow does not look for."""
+    """Yields keys with dots by which objects may have a column; Arrow does not look for such keys."""
     parts = column.split(".")
     for start in range(len(parts)):
         yield from (".".join(parts[start:stop]) for stop in range(start + 2, len(parts) + 1))

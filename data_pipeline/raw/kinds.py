@@ -1,9 +1,8 @@
 """The kinds of raw values: the canonical type of each, what its values must be, and how they become canonical.
 
 Values become canonical in one of two ways, by the same rules. `read_fields` takes whole columns of any Arrow type that
-can hold them. `RawType.canonical_value` takes single values: in JSON one column may have values of several types, and a
-wrong value must leave other samples whole. A further kind of column is an entry in
-`KINDS` and a branch in `read_fields`.
+can hold them. `RawType.canonical_value` takes single values: a column of JSON may have values of several types, and a
+wrong value must leave other samples whole.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ class Kind(NamedTuple):
     Attributes:
         canonical: Arrow type of canonical values.
         rule: what a value must be; {0} is the form of text.
-        value: converts a single value that is not None. Raises WrongValue.
+        value: converts a single value that is not None, or raises WrongValue.
     """
 
     canonical: pa.DataType
@@ -67,14 +66,13 @@ _NUMBERS, _TEXTS = {int, float, type(None)}, {str, type(None)}
 
 @dataclass(frozen=True)
 class RawType:
-    """Type of a raw column: the kind of its values, and what single ones are read by."""
+    """Type of a raw column: the kind of its values, and the keys by which single values are read."""
 
     kind: ValueKind
     values: ValueType = UNMARKED
 
     @staticmethod
     def of(field: RawField, decimal: str = ".") -> "RawType":
-        """Returns the type of a raw field's column; `decimal` is that of the layout."""
         return RawType(
             "time" if field.part else OF_FIELDS[field.kind],
             ValueType(field.separator, field.weight_separator, field.null, field.brackets, decimal),
@@ -82,20 +80,19 @@ class RawType:
 
     @staticmethod
     def of_all(types: Sequence["RawType"]) -> "RawType":
-        """Returns the type of a column of several fields: its values are any of theirs; `read_fields` tells which."""
+        """Returns the type of a column of several fields, whose values may be those of any of them."""
         first = types[0]
-        null = tuple(text for text in first.values.null if all(text in each.values.null for each in types))
-        if len({(each.kind, replace(each.values, null=())) for each in types}) > 1:
+        null = tuple(text for text in first.values.null if all(text in other.values.null for other in types))
+        if len({(other.kind, replace(other.values, null=())) for other in types}) > 1:
             return RawType("id", ValueType(null=null))
         return replace(first, values=replace(first.values, null=null))
 
     @property
     def arrow(self) -> pa.DataType:
-        """Arrow type of canonical values."""
         return KINDS[self.kind].canonical
 
     def arrow_of(self, value: Any) -> pa.DataType | None:
-        """Returns the Arrow type that a value of JSON is read as, of a wrong value too; None of one that tells none."""
+        """Returns the Arrow type that a value of JSON, even a wrong one, is read as; None if the value tells none."""
         kind = self.kind
         if value is None or value == []:
             return None
@@ -121,48 +118,43 @@ class RawType:
         return KINDS[self.kind].rule.format(of_text)
 
     def canonical_value(self, value: Any) -> Any:
-        """Converts a value to a float (or the text of a time), a string, a list of strings or of {id, weight}, or None.
+        """Converts a value to a float (or the text of a time), a string, or a list of floats, strings or {id, weight}.
 
-        Raises:
-            WrongValue: the value is of another kind.
+        Returns None for None. Raises WrongValue if the value is of another kind.
         """
         return None if value is None else KINDS[self.kind].value(value, self.values)
 
     def canonical(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Converts values of a field to what `Encoder.encode_few` takes; fast where they need no conversion.
+        """Converts values of a field to the input of `Encoder.encode_few`, fast if they need no conversion.
 
-        Unlike in `canonical_value`, texts may have surrogates, which Arrow refuses.
-
-        Raises:
-            ValueError: a value is of another kind.
+        Texts may have surrogates, which Arrow refuses later. Raises ValueError if a value is of another kind.
         """
         types, null = {*map(type, values)}, self.values.null
         if types <= _NUMBERS and self.kind == "number":
             nulls = self.values.null_numbers
-            return [None if each is not None and float(each) in nulls else each for each in values] if nulls else values
+            return (
+                [None if value is not None and float(value) in nulls else value for value in values]
+                if nulls
+                else values
+            )
         if types <= _TEXTS and self.kind == "id":
-            return ["" if each in null else each for each in values] if null else values
-        found = [self.canonical_value(each) for each in values]
+            return ["" if value in null else value for value in values] if null else values
+        found = [self.canonical_value(value) for value in values]
         if self.kind == "ids" and null:
-            found = [each and [MARKER if item in null else item for item in each] for each in found]
+            found = [items and [MARKER if item in null else item for item in items] for items in found]
         return found
 
 
 def column_types(layout: Layout) -> dict[str, RawType]:
     """Returns the types of the columns that a layout uses, by name."""
-    of_fields = {
-        each.column: RawType.of_all(
-            [RawType.of(other, layout.decimal) for other in layout.fields if other.column == each.column]
-        )
-        for each in layout.fields
-    }
-    times = RawType("id" if layout.time and layout.time.format else "time")
-    others = {layout.weight: RawType("number", ValueType(decimal=layout.decimal))} | dict.fromkeys(
-        layout.keep, RawType("id")
-    )
-    others |= dict.fromkeys(layout.time_columns, times)
-    others |= {column: RawType("label") for label in layout.labels for column in label.columns}
-    types = others | of_fields
+    of_fields: dict[str, list[RawType]] = {}
+    for field in layout.fields:
+        of_fields.setdefault(field.column, []).append(RawType.of(field, layout.decimal))
+    types = {layout.weight: RawType("number", ValueType(decimal=layout.decimal))}
+    types |= dict.fromkeys(layout.keep, RawType("id"))
+    types |= dict.fromkeys(layout.time_columns, RawType("id" if layout.time and layout.time.format else "time"))
+    types |= {column: RawType("label") for label in layout.labels for column in label.columns}
+    types |= {column: RawType.of_all(own) for column, own in of_fields.items()}
     return {name: types[name] for name in layout.used_columns}
 
 
@@ -176,14 +168,14 @@ def read_fields(
 
     Args:
         columns: the table's columns, where problems are recorded.
-        fields: all fields, those of sequences that go along with each other among them.
-        tables: embedding rows of fields whose ids are row numbers already; of them the ids are int32.
+        fields: all fields of the layout.
+        tables: numbers of embedding rows of the fields whose ids are row numbers already; their ids become int32.
         time: times of the samples [R], which ages need; NaN where unknown.
     """
     numbers: dict[str, np.ndarray] = {}
     ids: dict[str, pa.Array] = {}
     weights: dict[str, np.ndarray] = {}
-    ordered, lists = sorted(fields, key=lambda each: bool(each.along)), ListColumns(columns, time)
+    ordered, lists = sorted(fields, key=lambda field: bool(field.along)), ListColumns(columns, time)
     for field in ordered:
         if field.kind == "numeric":
             numbers[field.name] = columns.numbers(field.column, field.null)
@@ -197,7 +189,7 @@ def read_fields(
         elif field.kind == "categorical":
             ids[field.name] = columns.texts(field.column, field.null)
         else:
-            along = [each for each in ordered if each.along == field.name]
+            along = [other for other in ordered if other.along == field.name]
             ids[field.name], of_pairs = lists.read(field, along)
             if of_pairs is not None:
                 weights[field.name] = of_pairs

@@ -1,6 +1,7 @@
-"""Layouts of raw files: their columns in order, the labels and fields that these hold, and schema files.
+"""Layouts of raw files: their columns in order, the labels and fields that the columns hold, and schema files.
 
-R samples."""
+R samples.
+"""
 
 import codecs
 import csv
@@ -89,12 +90,12 @@ class RawLabel:
 
     @property
     def is_rate(self) -> bool:
-        """True if labels are shares of positives, from 0 to 1, and no classes."""
+        """True if labels are shares of positives, from 0 to 1, instead of classes."""
         return bool(self.kind or self.of)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Raw columns: one, or those of the count and of its total."""
+        """The raw column, or the columns of the count and of its total."""
         return (self.column, self.of) if self.of else (self.column,)
 
     @property
@@ -109,19 +110,17 @@ class RawLabel:
         return "a label must be 0 or 1"
 
     def values(self, text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-        """Converts strings [R] without nulls, among which the empty text and those of `null` are missing labels.
+        """Converts strings [R] without nulls; the empty text and `null` are missing labels.
 
-        Returns:
-            float32 [R]: 0, 1, or NaN where missing or wrong; and bool [R], True where wrong.
+        Returns float32 [R]: 0, 1, or NaN where missing or wrong; and bool [R], True where wrong.
         """
         if markers := marker_numbers(self.null):
-            text = pc.if_else(pa.array(np.isin(as_numbers(text)[0], markers)), pa.scalar("", text.type), text)
+            text = pc.if_else(pa.array(np.isin(as_numbers(text)[0], markers)), "", text)
         text = without_markers(text, self.null)
         missing = mask(pc.equal(text, ""))
         if self.positive:
             positive = mask(pc.is_in(text, pa.array(self.positive, text.type)))
-            numbers = marker_numbers(self.positive)
-            if numbers:
+            if numbers := marker_numbers(self.positive):
                 positive |= np.isin(as_numbers(text)[0], numbers)
             return np.where(missing, np.nan, positive).astype(np.float32), np.zeros(len(text), bool)
         numbers_found, _ = as_numbers(text)
@@ -138,6 +137,23 @@ class RawLabel:
 RawKind = Literal["numeric", "vector", "categorical", "multi", "sequence", "weighted"]
 NUMBER_KINDS = ("numeric", "vector")
 """Kinds of fields that hold numbers; the others hold ids."""
+LIST_KINDS = ("multi", "sequence", "weighted")
+KINDS_OF_KEYS = {
+    "width": ("vector",),
+    "separator": ("vector", *LIST_KINDS),
+    "weight_separator": ("weighted",),
+    "brackets": LIST_KINDS,
+    "pooling": ("multi", "weighted"),
+    "transform": NUMBER_KINDS,
+    "min_count": ("categorical", *LIST_KINDS),
+    "max_ids": ("categorical", *LIST_KINDS),
+    "max_length": ("sequence",),
+    "shares": ("sequence",),
+    "along": ("sequence",),
+    "age": ("sequence",),
+    "part": ("categorical",),
+}
+"""The kinds of fields that take a key; all take the other keys."""
 LayoutName = Literal["criteo", "avazu", "tabular"]
 
 
@@ -198,76 +214,55 @@ class RawField:
             raise UserError(f"{where}: this name is taken; choose another, and give the raw name as `column`")
         if self.kind not in get_args(RawKind):
             raise UserError(f"{where}: kind must be one of {', '.join(get_args(RawKind))}, got {self.kind!r}")
-        is_list, weighted = self.kind in ("multi", "sequence", "weighted"), self.kind == "weighted"
-        is_vector = self.kind == "vector"
-        if self.width < 0 or (self.width > 0) != is_vector:
-            raise UserError(
-                f"{where}: width must be at least 1 for the kind vector, which needs it, and is for that kind only; got"
-                f" {self.width} ({self.kind})"
-            )
-        if self.separator and not (is_list or is_vector):
-            raise UserError(f"{where}: separator is for list kinds and vectors only")
-        if self.brackets and (not is_list or self.separator or self.weight_separator):
-            raise UserError(f"{where}: brackets is for list kinds only, and takes the place of separators")
-        if self.weight_separator and not weighted:
-            raise UserError(f"{where}: weight_separator is for the kind weighted only")
-        if weighted and self.separator and self.separator == self.weight_separator:
+        for key, kinds in KINDS_OF_KEYS.items():
+            if getattr(self, key) and self.kind not in kinds:
+                raise UserError(f"{where}: {key} is for the kinds {', '.join(kinds)}, not for {self.kind}")
+        for key in ("width", "max_length"):
+            if self.kind in KINDS_OF_KEYS[key] and getattr(self, key) < 1:
+                raise UserError(f"{where}: {key} must be at least 1 for the kind {self.kind}, got {getattr(self, key)}")
+        for key in ("min_count", "max_ids"):
+            if getattr(self, key) < 0:
+                raise UserError(f"{where}: {key} must be at least 1, got {getattr(self, key)}")
+        if self.brackets and (self.separator or self.weight_separator):
+            raise UserError(f"{where}: brackets takes the place of separators; give one of them")
+        if self.separator and self.separator == self.weight_separator:
             raise UserError(f"{where}: separator and weight_separator must differ, both are {self.separator!r}")
-        if self.pooling not in ("", "sum", "mean") or (weighted and self.pooling == "mean"):
-            raise UserError(f"{where}: pooling must be sum or mean (weighted: sum), got {self.pooling!r}")
-        if self.pooling and self.kind not in ("multi", "weighted"):
-            raise UserError(f"{where}: pooling is for the kinds multi and weighted")
-        transforms = ("none", "minmax") if is_vector else get_args(DenseTransform)
-        if self.transform not in ("", *transforms) or (self.transform and not self.numbers):
-            kind, choices = self.kind if self.numbers else "numeric", ", ".join(transforms)
-            raise UserError(f"{where}: transform must be one of {choices}, for {kind} fields; got {self.transform!r}")
-        for name in ("min_count", "max_ids"):
-            value = getattr(self, name)
-            if value < 0 or (value and self.numbers):
-                raise UserError(f"{where}: {name} must be at least 1, and is for ids only; got {value} ({self.kind})")
-        is_sequence = self.kind == "sequence"
-        if self.max_length < 0 or (self.max_length > 0) != is_sequence:
-            raise UserError(
-                f"{where}: max_length must be at least 1 for the kind sequence, which needs it, and is for that kind"
-                f" only; got {self.max_length} ({self.kind})"
-            )
-        if self.along and not is_sequence:
-            raise UserError(f"{where}: along is for the kind sequence only, got {self.along!r} ({self.kind})")
-        if self.age and (not is_sequence or self.shares):
-            raise UserError(f"{where}: age is for the kind sequence, and such a field shares none")
-        if self.part not in get_args(TimePart) or (self.part and self.kind != "categorical"):
-            known = ", ".join(filter(None, get_args(TimePart)))
-            raise UserError(f"{where}: part must be one of {known}, for categorical fields; got {self.part!r}")
+        poolings = ("sum",) if self.kind == "weighted" else get_args(Pooling)
+        transforms = ("none", "minmax") if self.kind == "vector" else get_args(DenseTransform)
+        parts = tuple(filter(None, get_args(TimePart)))
+        for key, choices in (("pooling", poolings), ("transform", transforms), ("part", parts)):
+            if getattr(self, key) not in ("", *choices):
+                raise UserError(f"{where}: {key} must be one of {', '.join(choices)}, got {getattr(self, key)!r}")
+        if self.age and self.shares:
+            raise UserError(f"{where}: a field of ages has ids of its own; remove shares")
         if not (self.part or self.age) and (self.unit or self.format or self.zone):
             raise UserError(f"{where}: unit, format and zone are for times, of which the field has a part or the age")
-        if self.shares and (not is_sequence or self.min_count or self.max_ids):
-            raise UserError(
-                f"{where}: shares is for the kind sequence, and min_count and max_ids are then those of {self.shares!r}"
-            )
+        if self.shares and (self.min_count or self.max_ids):
+            raise UserError(f"{where}: min_count and max_ids are those of {self.shares!r}, whose ids it shares")
         object.__setattr__(self, "column", self.column or self.name)
         object.__setattr__(self, "null", tuple(text for text in self.null if text))
         if self.part or self.age:
             _ = self.time  # is checked
-        if is_vector and not self.transform:
+        if self.kind == "vector" and not self.transform:
             object.__setattr__(self, "transform", "none")
         if self.kind in ("multi", "weighted") and not self.pooling:
             object.__setattr__(self, "pooling", "mean" if self.kind == "multi" else "sum")
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Names of the numbers that a sample has in the field; none if it has ids."""
+        """Names of the numbers of a sample; none for a field of ids."""
         if self.kind == "vector":
             return tuple(f"{self.name}[{element}]" for element in range(self.width))
         return (self.name,) if self.kind in NUMBER_KINDS else ()
 
     @property
     def sparse_kind(self) -> SparseKind:
-        """Kind of the sparse field of the ids; of numbers, that of their buckets."""
+        """Kind of the sparse field of the ids, or of the buckets of numbers."""
         return "categorical" if self.kind in NUMBER_KINDS else cast(SparseKind, self.kind)
 
     @property
     def time(self) -> RawTime:
-        """How the column writes times, of which the field has a part or the age."""
+        """How the column writes the times whose part or age the field has."""
         return RawTime((self.column,), self.unit, self.format, self.zone)
 
 
@@ -343,7 +338,7 @@ class Layout:
             raise UserError(f"labels must be one name or several different ones, got {labels}")
         if len(labels) > 1 and any(label.of for label in self.labels):
             raise UserError("a label of count and of must be the only one, since its total is the weight of the sample")
-        for column in {*self._label_columns} & {*self.time_columns, self.weight}:
+        for column in {*self.label_columns} & {*self.time_columns, self.weight}:
             raise UserError(f"column {column!r} is a label, so it cannot be the time or the weight as well")
         if self.columns:
             self.check_columns(self.columns)
@@ -356,12 +351,12 @@ class Layout:
         taken |= {KEPT_PREFIX + name: f"the column {name!r} that is kept" for name in self.keep}
         if len(self.labels) > 1:
             taken |= {LABEL_PREFIX + label.name: f"the label {label.name!r}" for label in self.labels}
-        for each in (each for each in self.fields if each.numbers):
-            taken |= {number: f"a number of field {each.name!r}" for number in each.numbers if number != each.name}
-            if (each.transform or dense) == "buckets":
-                taken[each.name + BUCKET_SUFFIX] = f"the buckets of field {each.name!r}"
-            if (each.transform or dense) == "quantile":
-                taken[each.name + MISSING_SUFFIX] = f"where field {each.name!r} has no value"
+        for field in (field for field in self.fields if field.numbers):
+            taken |= {name: f"a number of field {field.name!r}" for name in field.numbers if name != field.name}
+            if (field.transform or dense) == "buckets":
+                taken[field.name + BUCKET_SUFFIX] = f"the buckets of field {field.name!r}"
+            if (field.transform or dense) == "quantile":
+                taken[field.name + MISSING_SUFFIX] = f"where field {field.name!r} has no value"
         for name in [field.name for field in self.fields if field.name in taken]:
             raise UserError(
                 f"field {name!r}: this name is reserved for {taken[name]}; choose another, and give the raw name as"
@@ -370,31 +365,31 @@ class Layout:
 
     @property
     def time_columns(self) -> tuple[str, ...]:
-        """The columns of the sample's time."""
         return self.time.columns if self.time else ()
 
     @property
     def used_columns(self) -> list[str]:
-        """The columns of fields and of ages' times, and those of `optional_columns` that are not absent."""
+        """The columns that are read: `needed_columns`, and those of `optional_columns` that are not absent."""
         found = [name for name in self.optional_columns if name not in self.absent]
-        needed = [*(field.column for field in self.fields), *self.time_columns * bool(self.ages)]
-        return list(dict.fromkeys([*needed, *found]))
+        return list(dict.fromkeys([*self.needed_columns, *found]))
+
+    @property
+    def needed_columns(self) -> list[str]:
+        """The columns of fields, and of the time if fields have ages."""
+        return list(dict.fromkeys([*(field.column for field in self.fields), *self.time_columns * bool(self.ages)]))
 
     @property
     def optional_columns(self) -> tuple[str, ...]:
         """The columns of labels, weight, time and those to keep, without which files can be predicted."""
-        needed = {*(field.column for field in self.fields), *self.time_columns * bool(self.ages)}
-        others = [name for name in (self.weight, *self.time_columns) if name and name not in needed]
-        return tuple(dict.fromkeys([*self._label_columns, *others, *self.keep]))
+        others = [name for name in (self.weight, *self.time_columns) if name and name not in self.needed_columns]
+        return tuple(dict.fromkeys([*self.label_columns, *others, *self.keep]))
 
     @property
     def found_labels(self) -> tuple[RawLabel, ...]:
-        """The labels whose columns the files have."""
         return tuple(label for label in self.labels if not {*label.columns} & {*self.absent})
 
     @property
     def found_keep(self) -> tuple[str, ...]:
-        """The columns to keep that the files have."""
         return tuple(name for name in self.keep if name not in self.absent)
 
     @property
@@ -404,30 +399,28 @@ class Layout:
 
     @property
     def found_weight(self) -> str:
-        """The column of sample weights; empty if the files have none."""
+        """The column of sample weights; empty if the files lack it."""
         return "" if self.weight in self.absent else self.weight
 
     @property
     def has_times(self) -> bool:
-        """True if the files have the times of samples."""
         return self.time is not None and not {*self.time_columns} & {*self.absent}
 
     @property
     def ages(self) -> tuple[RawField, ...]:
-        """The fields of ages, whose samples need a time for predictions too."""
+        """The fields of ages, which need the time of samples in predictions too."""
         return tuple(field for field in self.fields if field.age)
 
     @property
-    def _label_columns(self) -> list[str]:
+    def label_columns(self) -> list[str]:
         return [column for label in self.labels for column in label.columns]
 
     def columns_in(self, source: Source) -> tuple[str, ...]:
-        """Returns the columns in a file, in their order; of text without a header, those that the layout names.
+        """Returns the columns in a file, in their order; for text without a header, those that the layout names.
 
-        If columns are `absent`, such text may lack those of all labels, as Criteo's test file does, and of the weight.
+        If columns are `absent`, such text may lack all labels, as Criteo's test file does, and the weight too.
 
-        Raises:
-            ValueError: the first line is not UTF-8 or no CSV.
+        Raises ValueError if the first line is not UTF-8 or no CSV.
         """
         if source.format != "text":
             return source.columns
@@ -444,7 +437,7 @@ class Layout:
             raise UserError(f"{where}: {error}") from None
         if self.header:
             return tuple(found)
-        may_lack = ([], self._label_columns, [*self._label_columns, self.weight]) if self.absent else ([],)
+        may_lack = ([], self.label_columns, [*self.label_columns, self.weight]) if self.absent else ([],)
         for lacking in may_lack:
             columns = tuple(name for name in self.columns if name not in lacking)
             if len(columns) == len(found):
@@ -474,7 +467,7 @@ class Layout:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "Layout":
-        """Builds a layout from the result of `dataclasses.asdict`."""
+        """Builds a layout from the result of `dataclasses.asdict` as JSON."""
         fields = tuple(RawField(**field) for field in content["fields"])
         labels = tuple(RawLabel(**label) for label in content["labels"])
         columns, keep = tuple(content["columns"]), tuple(content["keep"])
@@ -493,7 +486,7 @@ _AVAZU_IDS = (
 
 
 def _checked_encoding(name: str) -> str:
-    """Returns the name of an encoding, empty for UTF-8. Raises ValueError: it is unknown, or newlines are no bytes."""
+    """Returns the name of an encoding, empty for UTF-8. Raises ValueError if it is unknown or does not extend ASCII."""
     try:
         known = codecs.lookup(name or "utf-8").name
         usable = b"\n,".decode(known) == "\n," and "\n".encode(known).endswith(b"\n")
@@ -533,29 +526,19 @@ TO_UTF_8 = "convert the file to UTF-8 first, as by iconv -f UTF-16 -t UTF-8"
 
 
 def encoding_problem(encoding: str, byte: int) -> str:
-    """The message for a byte that text of an encoding does not have."""
+    """Returns the message for a byte that text of an encoding does not have."""
     problem = f"not {encoding or 'UTF-8'} (byte 0x{byte:02x}); convert the file to UTF-8 first"
     return problem + ', or name its encoding in the schema file, such as encoding = "latin-1"' * (not encoding)
 
 
 def unescaped(delimiter: str) -> str:
-    """Returns a delimiter in which \\t and \\x01 are what they stand for in most languages."""
+    """Returns a delimiter in which \\t and \\x01 became the characters that they stand for."""
     text = re.sub(r"\\x([0-9a-fA-F]{2})", lambda found: chr(int(found[1], 16)), delimiter)
     return text.replace("\\t", "\t")
 
 
-_FIELD_TYPES = {
-    each.name: {
-        "null": tuple,
-        "width": int,
-        "min_count": int,
-        "max_ids": int,
-        "max_length": int,
-        "age": bool,
-        "brackets": bool,
-    }.get(each.name, str)
-    for each in dataclasses.fields(RawField)
-}
+_FIELD_TYPES = {field.name: str if field.default is dataclasses.MISSING else type(field.default)
+                for field in dataclasses.fields(RawField)}  # fmt: skip
 """Types of the keys of a field in TOML; a tuple stands for a list of strings or numbers."""
 _LABEL_TYPES = {"name": str, "column": str, "positive": tuple, "threshold": float, "kind": str, "count": str, "of": str}
 _TYPES = {"delimiter": str, "quote": str, "header": bool, "columns": list, "label": object, "positive": tuple,
@@ -645,13 +628,12 @@ def _layout_of(content: dict[str, Any]) -> Layout:
         _labels_of(content), tuple(fields), _time_of(content.get("time")), weight=content.get("weight", ""),
         keep=tuple(content.get("keep", ())), encoding=content.get("encoding", ""), decimal=content.get("decimal", "."),
     )  # fmt: skip
-    for column in [name for name in layout._label_columns if name in [field.column for field in fields]]:
+    for column in [name for name in layout.label_columns if name in [field.column for field in fields]]:
         raise UserError(f"column {column!r} is the label, so it cannot be a field as well")
     return layout
 
 
 def _time_of(given: Any) -> RawTime | None:
-    """Returns the time that a column or a table of `RawTime`'s keys describes."""
     if not given:
         return None
     if isinstance(given, str):
@@ -660,13 +642,12 @@ def _time_of(given: Any) -> RawTime | None:
         raise UserError(f"time must be a column, or a table with column or columns, got {given!r}")
     _check_types("time: ", given, {"column": str, "columns": list, "unit": str, "format": str, "zone": str})
     columns = [given["column"]] if "column" in given else given["columns"]
-    if not all(isinstance(each, str) for each in columns):
+    if not all(isinstance(column, str) for column in columns):
         raise UserError(f"time: columns must be names, got {columns!r}")
     return RawTime(tuple(columns), given.get("unit", ""), given.get("format", ""), given.get("zone", ""))
 
 
 def _labels_of(content: Mapping[str, Any]) -> tuple[RawLabel, ...]:
-    """Returns the labels that `label` or `labels` describe."""
     null = content.get("null", ())
     mapping = {key: content[key] for key in ("positive", "threshold") if key in content}
     if "labels" not in content:
@@ -698,7 +679,7 @@ def _check_types(where: str, content: Mapping[str, Any], types: Mapping[str, typ
         if key not in types:
             raise UserError(f"{where}unknown key {key!r}; the keys are {', '.join(types)}")
         if types[key] is tuple:
-            if not isinstance(value, list) or not all(type(each) in (str, int, float) for each in value):
+            if not isinstance(value, list) or not all(type(item) in (str, int, float) for item in value):
                 raise UserError(f"{where}{key} must be a list of strings or numbers, got {value!r}")
         elif types[key] is float and type(value) is int:
             continue

@@ -1,7 +1,10 @@
 """Lists: multi-valued fields, sequences and weighted ids, from columns and from single values, by the same rules.
 
-R samples."""
+R samples.
+"""
 
+import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +16,6 @@ import pyarrow.compute as pc
 
 from cowrec.errors import UserError
 
-from .brackets import items_of, weights_of
 from .columns import (
     MAX_WEIGHT,
     UNMARKED,
@@ -29,6 +31,7 @@ from .columns import (
 )
 from .layouts import RawField
 from .values import (
+    NUMBER,
     NUMBER_PATTERN,
     as_floats,
     as_numbers,
@@ -40,17 +43,13 @@ from .values import (
 )
 
 BLANKS = " \t"
-"""What is removed from the ends of items of text."""
+"""Characters that are removed from the ends of items of text."""
 PAIR = pa.struct([("id", pa.string()), ("weight", pa.float64())])
 """An item of a weighted list."""
 
 
 class ListColumns:
-    """Reads the list fields of a table's columns; problems are recorded there.
-
-    Args:
-        time: times of the samples [R], which ages need; NaN where unknown.
-    """
+    """Reads the list fields of a table; ages need the `time` of the samples [R], NaN where unknown."""
 
     def __init__(self, columns: SampleColumns, time: np.ndarray | None = None) -> None:
         self._columns, self._time = columns, time
@@ -60,8 +59,8 @@ class ListColumns:
     def read(self, field: RawField, along: Iterable[RawField] = ()) -> tuple[pa.Array, np.ndarray | None]:
         """Returns lists of strings [R] and, if weighted, the weights of all strings, float32.
 
-        A missing or empty list is one missing value of weight 1, like empty text in a raw file. Of a sequence these
-        are its last ids, and a missing one is empty; `along` are the sequences along it.
+        A missing or empty list becomes one missing value of weight 1, as empty text in a raw file does. A sequence
+        keeps its last ids, and a missing sequence is empty; `along` are the sequences along it.
         """
         found = self._items_of(field)
         if field.kind != "sequence":
@@ -69,13 +68,12 @@ class ListColumns:
         if field.along:
             return self._last(field, found, found.missing), None
         nothing, none = found.blank, found.empty
-        for other in (self._items_of(each) for each in along):
+        for other in map(self._items_of, along):
             nothing = nothing & found.by_row(other.are_blank)  # where it has a value, a marker is a step
             none = none | found.missing & found.by_row(np.diff(other.offsets) == 0)
         return self._last(field, found, nothing | none), None
 
     def _items_of(self, field: RawField) -> "_Items":
-        """The items of a field of lists; of a sequence along another one they are needed twice."""
         if field.name not in self._items:
             self._items[field.name] = self._read_items(field)
         return self._items[field.name]
@@ -121,12 +119,12 @@ class ListColumns:
         return _Items(offsets, items, without_markers(ids.fill_null(""), field.null), weights)
 
     def _without_brackets(self, text: pa.Array, field: RawField) -> pa.Array:
-        """Returns the lists of text [R] in brackets, of which many may be alike; others are wrong."""
+        """Returns the lists of text [R] in brackets, reading equal texts once; other texts are wrong."""
         kind, weighted = ValueType(null=field.null, brackets=True), field.kind == "weighted"
         coded, lists, wrong = text.dictionary_encode(), list[list[Any]](), list[bool]()
-        for each in coded.dictionary.to_pylist():
+        for written in coded.dictionary.to_pylist():
             try:
-                lists.append(pairs_value(each, kind) if weighted else ids_value(each, kind))
+                lists.append(pairs_value(written, kind) if weighted else ids_value(written, kind))
                 wrong.append(False)
             except ValueError:
                 lists.append([])
@@ -136,9 +134,9 @@ class ListColumns:
         return pa.array(lists, pa.list_(PAIR if weighted else pa.string())).take(coded.indices)
 
     def _last(self, field: RawField, found: "_Items", nothing: np.ndarray) -> pa.ListArray:
-        """Returns the last ids of each list; none of a list of one that is `nothing`, as empty text becomes.
+        """Returns the last ids of each list; none if its only item is `nothing`, bool [items], as empty text is.
 
-        A sequence along another one has as many ids, of which one may be such.
+        A sequence along another one must have as many ids.
         """
         offsets, ids = found.offsets, found.ids
         given = np.diff(offsets)
@@ -153,17 +151,13 @@ class ListColumns:
         return pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), ids.take(pa.array(indices)))
 
     def _pairs(self, items: pa.Array, field: RawField) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-        """Returns ids, float64 weights and which are wrong, from items that are text or {id, weight}.
-
-        A missing item is a missing id of weight 1.
-        """
+        """Returns ids, float64 weights and which are wrong, from text or {id, weight}; a missing item has weight 1."""
         if is_text(items.type):
             if not field.weight_separator:
                 raise UserError(f"column {field.column!r} holds text, so field {field.name!r} needs a weight_separator")
             text = without_markers(items.fill_null(""), field.null)
             return split_pairs(text, field.weight_separator)
-        fields = [each.name for each in items.type] if pa.types.is_struct(items.type) else []
-        is_pair = {"id", "weight"} <= set(fields)
+        is_pair = pa.types.is_struct(items.type) and {"id", "weight"} <= {field.name for field in items.type}
         found = as_floats(plain_array(pc.struct_field(items, "weight"))) if is_pair else None
         if found is None:
             raise wrong_type(field.column, pa.list_(items.type), "lists of {id, weight}, maps, or their joined text")
@@ -175,7 +169,7 @@ class ListColumns:
 
 
 def _ages(times: pa.Array, since: np.ndarray, field: RawField) -> tuple[pa.Array, np.ndarray]:
-    """Returns the bits of ages in seconds, strings, null or empty where the time is, and which are wrong."""
+    """Returns the bits of ages in seconds, strings (null or empty where the time is), and which are wrong."""
     if is_text(times.type) or pa.types.is_null(times.type):
         times = without_markers(times.cast(pa.string()), field.null)
         missing = mask(pc.equal(times.fill_null(""), ""))
@@ -192,10 +186,9 @@ def _ages(times: pa.Array, since: np.ndarray, field: RawField) -> tuple[pa.Array
 
 
 def split_pairs(text: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Splits `id:weight` pairs; an empty string is the empty id with weight 1.
+    """Splits `id:weight` pairs into ids and float64 weights; also returns bool, True where a pair is invalid.
 
-    Returns:
-        Ids, strings; weights, float64; and bool, True where a pair is invalid.
+    An empty string is the empty id with weight 1.
     """
     has_weight = pc.or_(pc.match_substring(text, separator), pc.equal(text, ""))
     pairs = pc.if_else(pc.and_(has_weight, pc.not_equal(text, "")), text, separator + "1")
@@ -208,7 +201,7 @@ def split_pairs(text: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray, n
 def with_missing_values(
     offsets: np.ndarray, ids: pa.Array, weights: np.ndarray | None
 ) -> tuple[pa.ListArray, np.ndarray | None]:
-    """Returns the lists with each empty list replaced by one empty string of weight 1."""
+    """Replaces each empty list by one empty string of weight 1."""
     lengths = np.diff(offsets)
     if not lengths.all():
         filled = np.maximum(lengths, 1)
@@ -228,7 +221,7 @@ class _Items:
 
     Attributes:
         offsets: int64 [R + 1].
-        raw: the items as they are given, null or otherwise.
+        raw: the given items.
         ids: strings, empty where an item is null, empty or a marker of missing values.
         weights: float32, if weighted.
     """
@@ -240,19 +233,18 @@ class _Items:
 
     @cached_property
     def empty(self) -> np.ndarray:
-        """Items that are empty text."""
-        if not is_text(self.raw.type):
-            return np.zeros(len(self.raw), bool)
-        return mask(pc.equal(self.raw, "").fill_null(False))
+        """Items that are empty text, bool."""
+        text = self.raw if is_text(self.raw.type) else pa.nulls(len(self.raw), pa.string())
+        return mask(pc.equal(text, "").fill_null(False))
 
     @cached_property
     def missing(self) -> np.ndarray:
-        """Items without a value."""
+        """Items without a value, bool."""
         return mask(pc.equal(self.ids, ""))
 
     @cached_property
     def blank(self) -> np.ndarray:
-        """Items without a value that are not null."""
+        """Items without a value that are not null, bool."""
         found: np.ndarray = self.missing & ~mask(self.raw.is_null())
         return found
 
@@ -266,39 +258,36 @@ class _Items:
         return result
 
     def by_row(self, values: np.ndarray) -> np.ndarray:
-        """Repeats values [R] for the items of each list."""
+        """Values [R] repeated for the items of each list."""
         return np.repeat(values, np.diff(self.offsets))
 
 
 def ids_value(value: Any, kind: ValueType) -> list[str | None]:
-    """Items as text, markers of missing values too, as those of a history depend on what goes along with it."""
+    """Items as text; markers of missing values stay, since what goes along a history decides on them."""
     if isinstance(value, str) and kind.separator:
-        return [each.strip(BLANKS) for each in text_value(value, kind).split(kind.separator)]
+        return [item.strip(BLANKS) for item in text_value(value, kind).split(kind.separator)]
     if isinstance(value, str) and kind.brackets:
         value = [] if not value or value in kind.null else items_of(text_value(value, kind))
     if not isinstance(value, list):
         raise WrongValue
-    ids = iter(id_values([each for each in value if each is not None], kind))
-    return [None if each is None else next(ids) for each in value]
+    ids = iter(id_values([item for item in value if item is not None], kind))
+    return [None if item is None else next(ids) for item in value]
 
 
 def pairs_value(value: Any, kind: ValueType) -> list[dict[str, Any]]:
     if isinstance(value, str) and kind.separator and kind.weight_separator:
-        return [_pair_of_text(each.strip(BLANKS), kind) for each in text_value(value, kind).split(kind.separator)]
+        return [_pair_of_text(item.strip(BLANKS), kind) for item in text_value(value, kind).split(kind.separator)]
     if isinstance(value, str) and kind.brackets:
         value = {} if not value or value in kind.null else weights_of(text_value(value, kind))
     if isinstance(value, dict) and value.keys() != {"id", "weight"}:  # which would be a pair outside of a list
         value = [{"id": name, "weight": weight} for name, weight in value.items()]
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+    if not isinstance(value, list) or not all(isinstance(pair, dict) for pair in value):
         raise WrongValue
-    if any(isinstance(each.get("weight"), str) for each in value):
+    if any(isinstance(pair.get("weight"), str) for pair in value):
         raise WrongValue
-    ids = ("" if each in kind.null else each for each in id_values([each.get("id") for each in value], kind))
-    return [{"id": name, "weight": _weight(each.get("weight"))} for name, each in zip(ids, value, strict=True)]
-
-
-def _weight(value: Any) -> float | None:
-    return number_value(value, UNMARKED)
+    ids = ("" if name in kind.null else name for name in id_values([pair.get("id") for pair in value], kind))
+    weights = [number_value(pair.get("weight"), UNMARKED) for pair in value]
+    return [{"id": name, "weight": weight} for name, weight in zip(ids, weights, strict=True)]
 
 
 def _pair_of_text(text: str, kind: ValueType) -> dict[str, Any]:
@@ -321,12 +310,11 @@ def weights_of_pairs(weights: Sequence[float]) -> np.ndarray:
 def last_values(
     values: Sequence[Any], main: Sequence[Any], along: Sequence[Sequence[Any]], most: int
 ) -> list[list[str]]:
-    """Does for canonical values of sequences what `ListColumns.read` does: returns the last ids of each.
+    """Returns the last ids of canonical values of a sequence, as `ListColumns.read` does for columns.
 
     Args:
-        values: of a sequence.
-        main: of the one that it goes along with, or its own.
-        along: of those along that one.
+        main: values of the sequence that it goes along with, or its own values.
+        along: values of all sequences along that one.
         most: largest number of ids.
 
     Raises:
@@ -337,18 +325,18 @@ def last_values(
         given = len(value or ())
         if given != count and not (count == 0 and given == 1 and not value[0]):
             raise ValueError("sequences that go along with each other differ in length")
-    return [each[-most:] if count else [] for each, count in zip(values, steps, strict=True)]
+    return [value[-most:] if count else [] for value, count in zip(values, steps, strict=True)]
 
 
 class _Marker(str):
-    """The empty text that a marker of missing values in a list becomes."""
+    """An empty text that stands for a marker of missing values in a list."""
 
 
 MARKER = _Marker()
 
 
 def _steps(values: Sequence[Any], along: Sequence[Sequence[Any]]) -> list[int]:
-    """The lengths of sequences as `ListColumns` has them; `along` are the values of those along them."""
+    """The lengths of sequences as `ListColumns` has them; `along` are the values of sequences along them."""
     steps = [len(value or ()) for value in values]
     for row in (row for row, value in enumerate(values) if value and len(value) == 1 and not value[0]):
         (item,), others = values[row], [each[row] for each in along]
@@ -360,3 +348,73 @@ def _steps(values: Sequence[Any], along: Sequence[Sequence[Any]]) -> list[int]:
         if nothing:
             steps[row] = 0
     return steps
+
+
+# Lists in brackets as programs write them: JSON ["a", "b"], Python ['a', 'b'], NumPy the same without commas, Postgres
+# {a,"b c"}; and weights by id, {"a": 0.5}.
+_QUOTED = r"""(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)')"""
+_PLAIN = r"""([^\s,"'\[\]{}(][^,\[\]{}]*?)"""
+_ITEM = re.compile(rf"""\s*(?:{_QUOTED}\s*(?:,|$|(?=["']))|{_PLAIN}\s*(?:,|$))""", re.DOTALL)
+_WEIGHT = re.compile(rf"\s*(?:{_QUOTED}|([^\s,:\"'][^,:]*?))\s*:\s*({NUMBER[1:-1]})\s*(?:,|$)", re.DOTALL)
+_NUMBERS = re.compile(r"[\s0-9.eE+-]+")
+_NULLS = ("NULL", "null", "None", "nan", "NaN")
+
+
+def items_of(text: str) -> list[Any]:
+    """Returns the trimmed items of a list in brackets, None if missing. Raises ValueError if the text is no list."""
+    text = text.strip()
+    found = _json(text) if text.startswith("[") else None
+    if found is not None:
+        if any(isinstance(item, (list, dict)) for item in found):
+            raise ValueError("a list within a list")
+        return [item.strip() if isinstance(item, str) else item for item in found]
+    inner = _inner(text, "[]", "{}", "()")
+    if "," not in inner and _NUMBERS.fullmatch(inner):
+        return list(inner.split())
+    items: list[Any] = []
+    for double, single, plain in _parts(_ITEM, inner):
+        items.append(None if plain in _NULLS else plain or _unescaped(double or single or ""))
+    return items
+
+
+def weights_of(text: str) -> dict[str, float]:
+    """Returns the weights by id that are written as an object. Raises ValueError if the text is none."""
+    text = text.strip()
+    inner = _inner(text, "{}")
+    found = _json(text)
+    if isinstance(found, dict) and all(type(weight) in (int, float) for weight in found.values()):
+        return {name.strip(): float(weight) for name, weight in found.items()}
+    parts = _parts(_WEIGHT, inner)
+    return {
+        plain or _unescaped(double or single or ""): float(weight or 0) for double, single, plain, weight, *_ in parts
+    }
+
+
+def _json(text: str) -> Any:
+    """Returns the value of JSON; None for other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _inner(text: str, *brackets: str) -> str:
+    if text[:1] + text[1:][-1:] not in brackets:
+        raise ValueError(f"it has no brackets such as {brackets[0]}")
+    return text[1:-1].strip()
+
+
+def _parts(pattern: re.Pattern[str], text: str) -> list[tuple[str | None, ...]]:
+    """Returns the groups of a pattern's matches, which must cover all text."""
+    found, place = [], 0
+    while place < len(text):
+        match = pattern.match(text, place)
+        if match is None:
+            raise ValueError(f"not readable from {text[place : place + 20]!r} on")
+        found.append(match.groups())
+        place = match.end()
+    return found
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL).strip()

@@ -1,11 +1,13 @@
-"""Parsing: the columns of a block of samples, checked, and without the bad rows.
+"""Parsing: the columns of a block of samples, checked, and the bad rows, which are counted or end the work.
 
-R valid samples of a block."""
+R valid samples of a block.
+"""
 
+import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -14,7 +16,6 @@ import pyarrow.compute as pc
 
 from cowrec.errors import UserError
 
-from .bad_rows import SKIP_ADVICE, BadRow
 from .columns import MISSING_LABEL, SampleColumns
 from .delimited import RawTable, split_text
 from .inputs import Block, Source
@@ -22,8 +23,75 @@ from .json_lines import read_json
 from .kinds import column_types, read_fields
 from .layouts import LABEL_ADVICE, Layout
 from .reading import naming_file
-from .validity import unreadable_rows, without_rows
+from .tables import unreadable_rows, without_rows
 from .values import family, mask
+
+SKIP_ADVICE = '. To skip and count bad rows, set prepare.on_bad_row = "skip" (--set prepare.on_bad_row=skip)'
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """One sample of a raw file that cannot be used.
+
+    Attributes:
+        number: number of its line in the file, from 1, counting the header; in Parquet and Arrow files of its row.
+        column: raw column, or empty if the line as a whole is invalid.
+        problem: what is wrong, with the value and what was expected.
+        advice: what else to do than to correct the file; may be empty.
+    """
+
+    source: Source
+    number: int
+    column: str
+    problem: str
+    advice: str = SKIP_ADVICE
+
+    def __str__(self) -> str:
+        column = f", column {self.column}" if self.column else ""
+        return f"{self.source.path}, {self.source.place} {self.number}{column}: {self.problem}"
+
+    @property
+    def reason(self) -> str:
+        """What is wrong without the value, to count rows by."""
+        return (f"column {self.column}: " if self.column else "") + self.problem.partition(", got ")[0]
+
+
+class BadRowLedger:
+    """Counts bad rows and raises an error at the first one, or at the first above a limit.
+
+    Args:
+        on_bad_row: "error" raises at the first bad row, "skip" leaves bad rows out.
+        max_bad_rows: largest number of skipped rows over all files.
+
+    Attributes:
+        by_path, by_reason: skipped rows by file, and by what is wrong.
+    """
+
+    def __init__(self, on_bad_row: Literal["error", "skip"], max_bad_rows: int) -> None:
+        self._skip, self._most = on_bad_row == "skip", max_bad_rows
+        self.by_path: Counter[str] = Counter()
+        self.by_reason: Counter[str] = Counter()
+
+    def add(self, bad: Sequence[BadRow]) -> None:
+        """Adds the bad rows of a partition, in order. Raises ValueError naming the first, or that above the limit."""
+        if not bad:
+            return
+        if not self._skip:
+            raise UserError(f"{bad[0]}{bad[0].advice}")
+        allowed = self._most - self.by_path.total()
+        self.by_path.update(row.source.path for row in bad)
+        self.by_reason.update(row.reason for row in bad)
+        if len(bad) > allowed:
+            raise UserError(
+                f"more than prepare.max_bad_rows = {self._most} bad rows: {self.by_path.total():,} so far"
+                f" ({counts_text(self.by_reason)}); one of them: {bad[max(allowed, 0)]}"
+            )
+
+
+def counts_text(by_reason: Mapping[str, int]) -> str:
+    """Returns the numbers of bad rows by reason as text, the most frequent first."""
+    ordered = sorted(by_reason.items(), key=lambda item: -item[1])
+    return "; ".join(f"{count:,}: {reason}" for reason, count in ordered[:10])
 
 
 @dataclass(frozen=True)
@@ -51,8 +119,8 @@ class Parsed:
     weights: dict[str, np.ndarray]
     bad: list[BadRow]
     sample_weights: np.ndarray | None = None
-    kept: dict[str, pa.Array] = field(default_factory=dict)
-    doubts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    kept: dict[str, pa.Array] = dataclasses.field(default_factory=dict)
+    doubts: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
 
     def filter(self, good: np.ndarray) -> "Parsed":
         """Returns the samples marked in `good`, bool [R]."""
@@ -74,11 +142,9 @@ class Parsed:
 
 
 def parse(block: Block, layout: Layout) -> Parsed:
-    """Parses a block; bad rows are left out and reported in the result.
+    """Parses a block; bad rows are left out and listed in the result.
 
-    Raises:
-        ValueError: a column has a type that cannot hold its values; or a quoted value contains a newline, so that lines
-            and samples do not correspond.
+    Raises ValueError if a column has a type that cannot hold its values, or a quoted value contains a newline.
     """
     raw = raw_table(block, layout)
     null_items: Literal["missing", "wrong"] = "wrong" if block.source.format == "json" else "missing"
@@ -90,11 +156,12 @@ def parse(block: Block, layout: Layout) -> Parsed:
     time = columns.times(layout.time) if layout.time and layout.has_times else None
     numbers, ids, weights = read_fields(columns, layout.fields, time=time)
     kept = {name: columns.shown(name) for name in layout.found_keep}
-    bad = [
+    bad = [BadRow(block.source, number, *problem) for number, problem in raw.bad.items()]
+    bad += [
         BadRow(block.source, int(raw.places[row]), column, problem, _advice(column, problem, layout))
         for row, (column, problem) in columns.problems.items()
     ]
-    bad = sorted([*raw.bad, *bad], key=lambda row: row.number)
+    bad.sort(key=lambda row: row.number)
     numbered = block.first_sample + raw.places - block.first_place
     parsed = Parsed(numbered, labels, time, numbers, ids, weights, bad, sample_weights, kept, columns.doubts)
     return parsed.filter(columns.good)
@@ -109,7 +176,7 @@ def _advice(column: str, problem: str, layout: Layout) -> str:
 
 
 def check_types(source: Source, schema: pa.Schema | None, layout: Layout) -> None:
-    """Raises ValueError if a column of a file has a type that cannot hold its values; text has no `schema`."""
+    """Raises ValueError if a column has a type that cannot hold its values; the `schema` of text is None."""
     types = pa.schema([(name, pa.string()) for name in layout.used_columns]) if schema is None else schema
     if source.format == "json":
         types = pa.schema([(name, kind.arrow) for name, kind in column_types(layout).items()])
@@ -120,27 +187,27 @@ def check_types(source: Source, schema: pa.Schema | None, layout: Layout) -> Non
 
 
 def check_same_types(schemas: Mapping[str, pa.Schema], layout: Layout) -> None:
-    """Raises ValueError if a field's column has types in two files, by path, whose values do not mean the same."""
-    for each in layout.fields:
+    """Raises ValueError if the values of a field differ in `family` between files; `schemas` are by path."""
+    for field in layout.fields:
         first: dict[str, str] = {}
         for path, schema in schemas.items():
-            if each.column in schema.names:
-                found = family(schema.field(each.column).type)
+            if field.column in schema.names:
+                found = family(schema.field(field.column).type)
                 if found != "text":
                     first.setdefault(found, path)
-        if each.kind == "numeric" and set(first) in ({"number", "truth value"}, {"date", "time"}):
+        if field.kind == "numeric" and set(first) in ({"number", "truth value"}, {"date", "time"}):
             continue
         if len(first) > 1:
             (one, path), (other, other_path), *_ = first.items()
-            here, there = (schemas[each_path].field(each.column).type for each_path in (path, other_path))
+            here, there = (schemas[file].field(field.column).type for file in (path, other_path))
             raise UserError(
-                f"{other_path}: column {each.column!r} has the type {there}, but {here} in {path}: a {other} there is "
+                f"{other_path}: column {field.column!r} has the type {there}, but {here} in {path}: a {other} there is "
                 f"another value than a {one} here. Cast one of them"
             )
 
 
 def raw_table(block: Block, layout: Layout) -> RawTable:
-    """Returns the columns of a block that the layout uses, those that the file's path gives included."""
+    """Returns the columns of a block that the layout uses, and those that the path of the file gives."""
     if not isinstance(block.data, bytes):
         raw = _readable(block, block.data)
     else:
@@ -153,9 +220,9 @@ def raw_table(block: Block, layout: Layout) -> RawTable:
 
 
 def _readable(block: Block, table: pa.Table) -> RawTable:
-    """Returns the rows whose values are valid, which Parquet does not ensure."""
+    """Returns the rows whose values are valid; Parquet does not ensure valid values."""
     places = np.arange(block.first_place, block.first_place + block.samples)
     with naming_file(block.source.path):
         wrong = unreadable_rows(table)
-    bad = [BadRow(block.source, int(places[row]), *found) for row, found in wrong.items()]
+    bad = {int(places[row]): found for row, found in wrong.items()}
     return RawTable(without_rows(table, wrong) if bad else table, np.delete(places, list(wrong)), bad)

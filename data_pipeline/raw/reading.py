@@ -1,17 +1,20 @@
 """Reading of raw files of any format: a survey finds their segments, which are then read in any order.
 
-Text is in `text`. Of Parquet and Arrow files only the wanted columns are read, with bounded memory."""
+Only the wanted columns of Parquet and Arrow files are read, with bounded memory, by groups of rows: row groups of
+Parquet files, record batches of Arrow files. `text` reads text.
+"""
 
 import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from cowrec.errors import UserError
 
-from ..grouped_file import ArrowFile, GroupedFile, group_sizes, parquet_file, row_bytes
 from ..remote import is_remote
 from .inputs import (
     Block,
@@ -26,7 +29,7 @@ from .inputs import (
     read_bytes,
     stamp,
 )
-from .nested import flattened
+from .tables import flattened
 from .text import BLOCK_BYTES, RawText, look_at_text, survey_text
 
 MAGIC: dict[bytes, FileFormat] = {b"PAR1": "parquet", b"ARROW1": "arrow"}
@@ -47,19 +50,15 @@ REFUSED = {
     ),
 }
 TFRECORD = re.compile(rb".{4}\0{4}.{4}\n", re.DOTALL)
-"""The length of a record, 8 bytes of which the last four are zero, its checksum, and the first field of a message."""
+"""The length of a record, 8 bytes whose last four are zero, its checksum, and the first field of a message."""
 BINARY = re.compile(rb"[\x00\x02-\x08\x0e-\x1a\xff]")
-"""Bytes that all these formats have at their beginning, and text such as "PARENT_ID" has not, whatever delimits it."""
+"""Bytes that all these formats have at their beginning, and that text such as "PARENT_ID" lacks."""
 
 
 def look(path: str) -> tuple[Source, pa.Schema | None]:
     """Reads the beginning of a file, text or, recognized by its first bytes, Parquet or Arrow IPC (Feather).
 
-    Returns:
-        What reading it takes; and the types of its columns, None for text.
-
-    Raises:
-        ValueError: a truncated or damaged file, or one of another format.
+    Also returns the types of its columns, None for text. Raises ValueError if the file is damaged or of another format.
     """
     with open_file(path) as opened:
         first = opened.read(256)
@@ -81,7 +80,7 @@ def look(path: str) -> tuple[Source, pa.Schema | None]:
 def survey(
     source: Source, report: Report, *, header: bool, segment_samples: int, block_bytes: int = BLOCK_BYTES
 ) -> RawFile:
-    """Finds the segments of a file; reads all of it if it is text.
+    """Finds the segments of a file; reads all text of a text file.
 
     Args:
         report: called with the number of bytes on disk just processed.
@@ -150,7 +149,7 @@ def _survey_columns(source: Source, report: Report, *, segment_samples: int, blo
 
 
 class ColumnReader:
-    """Reads the segments of a Parquet or Arrow file in their order; `offset` is the first row that was not read yet.
+    """Reads the segments of a Parquet or Arrow file in order; `offset` is the first row that was not read yet.
 
     Raises ValueError if the file changed since the survey.
     """
@@ -182,7 +181,6 @@ class ColumnReader:
         self._file.close(force=True)
 
     def _take(self, rows: int) -> pa.Table:
-        """Returns the next rows."""
         assert self._batches is not None
         found, self._surplus = self._surplus, []
         count = sum(batch.num_rows for batch in found)
@@ -200,7 +198,7 @@ class ColumnReader:
         return pa.Table.from_batches(found)
 
 
-def open_groups(path: str, kind: FileFormat) -> GroupedFile:
+def open_groups(path: str, kind: FileFormat) -> "GroupedFile":
     """Opens a Parquet or Arrow file; read it within `naming_file`."""
     if kind == "arrow":
         return ArrowFile(open_file(path) if is_remote(path) else pa.memory_map(path))
@@ -210,7 +208,7 @@ def open_groups(path: str, kind: FileFormat) -> GroupedFile:
     )
 
 
-def _group_starts(file: GroupedFile) -> np.ndarray:
+def _group_starts(file: "GroupedFile") -> np.ndarray:
     """Returns the first row of each group, and the number of rows: int64 [groups + 1]."""
     return np.cumsum([0, *group_sizes(file)])
 
@@ -227,3 +225,69 @@ def naming_file(path: str, where: str = "") -> Iterator[None]:
             f"{path}{where}: truncated or damaged, or written with a feature that pyarrow {pa.__version__} does not "
             f"support ({error}). Copy or write it again"
         ) from error
+
+
+class ArrowFile:
+    """Arrow IPC file (Feather version 2) with the part of ParquetFile's interface that is used here."""
+
+    def __init__(self, source: Any) -> None:
+        self._source, reader = source, pa.ipc.open_file(source)
+        self.schema_arrow, self.num_row_groups = reader.schema, reader.num_record_batches
+
+    def group_sizes(self) -> list[int]:
+        reader = self._reader(())
+        return [reader.get_batch(group).num_rows for group in range(self.num_row_groups)]
+
+    def iter_batches(
+        self, batch_size: int, row_groups: Sequence[int] | None = None, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Yields the record batches as they are, whatever ``batch_size``."""
+        reader = self._reader(columns)
+        return (reader.get_batch(group) for group in row_groups or range(self.num_row_groups))
+
+    def read_row_group(self, group: int) -> pa.Table:
+        return pa.Table.from_batches([*self.iter_batches(0, [group])])
+
+    def close(self, force: bool = True) -> None:
+        self._source.close()
+
+    def _reader(self, columns: Sequence[str] | None) -> pa.RecordBatchFileReader:
+        chosen = None
+        if columns is not None:  # of a field in a struct, `user.id`, the struct is read
+            tops = enumerate(self.schema_arrow.names)
+            chosen = [index for index, top in tops if any(f"{name}.".startswith(f"{top}.") for name in columns)]
+        return pa.ipc.open_file(self._source, options=pa.ipc.IpcReadOptions(included_fields=chosen))
+
+
+GroupedFile: TypeAlias = pq.ParquetFile | ArrowFile
+
+
+def parquet_file(source: Any, **options: Any) -> pq.ParquetFile:
+    """Opens a Parquet file; INT96 times, as Spark writes them, are read as microseconds, which do not wrap in 2262."""
+    return pq.ParquetFile(source, coerce_int96_timestamp_unit="us", **options)
+
+
+_VALUE_BYTES = 8
+"""Least size of a value in memory; on disk, dictionaries and runs make values smaller."""
+
+
+def group_sizes(file: GroupedFile) -> list[int]:
+    if isinstance(file, ArrowFile):
+        return file.group_sizes()
+    return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+
+
+def row_bytes(file: GroupedFile, columns: Sequence[str]) -> float:
+    """Estimates the size of a row in memory."""
+    if isinstance(file, ArrowFile):
+        # Unlike `nbytes` this does not follow offsets, which may be damaged.
+        batches = (batch for batch in file.iter_batches(0, None, columns) if batch.num_rows)
+        return next((batch.get_total_buffer_size() / batch.num_rows for batch in batches), 0.0)
+    # The leaves of a nested column have the paths `column.list.element` and the like.
+    leaves = [file.metadata.schema.column(leaf).path for leaf in range(file.metadata.num_columns)]
+    wanted = [i for i, path in enumerate(leaves) if any(path == c or path.startswith(f"{c}.") for c in columns)]
+    size = 0
+    for group in range(file.num_row_groups):
+        chunks = [file.metadata.row_group(group).column(leaf) for leaf in wanted]
+        size += sum(max(chunk.total_uncompressed_size, _VALUE_BYTES * chunk.num_values) for chunk in chunks)
+    return float(size / max(file.metadata.num_rows, 1))

@@ -33,10 +33,9 @@ NEWLINE = 10
 
 
 def look_at_text(path: str) -> Source:
-    """Reads the first line of a text file, which is empty if the text is; of JSON lines their columns."""
+    """Reads the first line of a text file, empty for empty text, or the columns of JSON lines."""
     with closing(RawText(path)) as text:
-        lines = next(line_blocks(text, BLOCK_BYTES), b"")
-        lines = lines.removeprefix(BYTE_ORDER_MARK)
+        lines = next(line_blocks(text, BLOCK_BYTES), b"").removeprefix(BYTE_ORDER_MARK)
         if are_json_lines(path, lines):
             return Source(path, "json", text.stamp, columns=json_columns(lines), partition=partition_of(path))
         first = lines.split(b"\n", 1)[0].removesuffix(b"\r")
@@ -46,8 +45,7 @@ def look_at_text(path: str) -> Source:
 def survey_text(source: Source, report: Report, *, header: bool, segment_samples: int, block_bytes: int) -> RawFile:
     """Reads a text file once to find its segments; see `reading.survey`.
 
-    Lines that repeat the header, as in the concatenation of several files, belong to no segment; neither do empty lines
-    at the end.
+    Empty lines at the end belong to no segment, and neither do lines that repeat the header, as in concatenated files.
     """
     segments: list[Segment] = []
     offset, place, samples, reported = 0, 1, 0, 0
@@ -83,7 +81,7 @@ def _add_file_bytes(segments: list[Segment], file_bytes: int, report: Report) ->
 
 
 def _without_headers(lines: bytes, header: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yields the lines before and after each repetition of the header, and the repetition itself with True."""
+    """Yields the lines before and after each repetition of the header, and each repetition with True."""
     start = 0
     if header and header in lines:
         pattern = b"^(?:" + BYTE_ORDER_MARK + b")?" + re.escape(header) + rb"\r?(?:\n|\Z)"
@@ -97,7 +95,7 @@ def _without_headers(lines: bytes, header: bytes) -> Iterator[tuple[bytes, bool]
 
 
 def _split_lines(lines: bytes, before: int, segment_samples: int) -> Iterator[tuple[int, int]]:
-    """Splits lines after `before` others at multiples of `segment_samples`; yields the bytes and lines of each part."""
+    """Splits lines that follow `before` others at multiples of `segment_samples`; yields bytes and lines of parts."""
     count = lines.count(b"\n") + (not lines.endswith(b"\n"))
     stops = range(segment_samples - before % segment_samples, count, segment_samples)
     ends = np.flatnonzero(np.frombuffer(lines, np.uint8) == NEWLINE) + 1 if stops else np.empty(0)
@@ -112,8 +110,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class RawText:
     """Reader of a file's text, decompressed if needed; must be closed.
 
-    Args:
-        source: what the file was at the survey; a ValueError is raised if it has changed since.
+    Raises ValueError if the file has changed since the survey that found `source`.
 
     Attributes:
         stamp: the file's size and modification time.
@@ -140,7 +137,7 @@ class RawText:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the file that were read so far, those that are buffered included."""
+        """Bytes of the file that were read so far, with those that are buffered."""
         return int(self._raw.tell())
 
     def read(self, size: int) -> bytes:
@@ -190,12 +187,9 @@ class RawText:
 
 
 def line_blocks(text: RawText, block_bytes: int) -> Iterator[bytes]:
-    """Yields all text in blocks of complete lines; only the last line may lack its newline.
+    """Yields all text but empty lines at the end, in blocks of complete lines; the last line may lack its newline.
 
-    Empty lines at the end are left out.
-
-    Raises:
-        ValueError: a line is longer than `block_bytes`, or the text is a tar archive.
+    Raises ValueError if a line is longer than `block_bytes`, or the text is a tar archive.
     """
     line, remainder = 1, b""
     while chunk := text.read(block_bytes):
@@ -228,11 +222,9 @@ class _Refused(Exception):
 
 
 def _format(magic: bytes) -> tuple[str, Callable[[Any], Any]]:
-    """Identifies a file by its first bytes. Returns the format's name and a function that opens its text."""
-    for kind, (start, opener) in COMPRESSIONS.items():
-        if magic.startswith(start):
-            return kind, opener
-    return "plain", lambda file: file
+    """Returns the compression of a file that begins so, "plain" for none, and a function that opens its text."""
+    known = ((kind, opener) for kind, (start, opener) in COMPRESSIONS.items() if magic.startswith(start))
+    return next(known, ("plain", lambda file: file))
 
 
 def _arrow_stream(codec: str) -> Callable[[Any], Any]:
@@ -242,12 +234,12 @@ def _arrow_stream(codec: str) -> Callable[[Any], Any]:
 def _zip_member(file: Any) -> IO[bytes]:
     """Opens the one file in a zip archive. Raises `_Refused` if there are several, or it is encrypted."""
     archive = zipfile.ZipFile(file)
-    members = [each for each in archive.infolist() if not each.is_dir() and not _is_hidden(each.filename)]
+    members = [member for member in archive.infolist() if not member.is_dir() and not _is_hidden(member.filename)]
     for what, holds in OTHER_ARCHIVES.items():
         if any(map(holds, (member.filename for member in members))):
             raise _Refused(f"the file is {what}")
     if len(members) != 1:
-        names = ", ".join(each.filename for each in members[:9])
+        names = ", ".join(member.filename for member in members[:9])
         raise _Refused(
             f"the zip archive has {len(members)} files ({names}), must have one; extract it and give the folder"
         )

@@ -1,4 +1,4 @@
-"""Times of raw columns as Unix seconds: numbers of a unit, ISO 8601, texts of a format, and parts in several columns.
+"""Times of raw columns as Unix seconds: numbers of a unit, ISO 8601, texts of a format, or parts in several columns.
 
 R values.
 """
@@ -21,7 +21,7 @@ from .values import UNITS, as_floats, as_id_text, as_numbers, cast_numbers, is_t
 TimeUnit = Literal["", "s", "ms", "us", "ns"]
 TimePart = Literal["", "hour", "weekday", "day", "month"]
 Seconds = tuple[np.ndarray, np.ndarray]
-"""int64 [R], Unix seconds, 0 where invalid; and bool [R], True where a value is missing or no time."""
+"""int64 [R], Unix seconds, 0 where a value is missing or no time; and bool [R], True there."""
 
 EARLIEST, LATEST = -62_135_596_800, 253_402_300_799
 """Bounds of a valid time: the years 1 to 9999. Present-day Unix milliseconds are beyond them."""
@@ -52,13 +52,13 @@ class RawTime:
     """How raw columns hold a time.
 
     Without a unit and a format, a time is Unix seconds, rounded down, or ISO 8601: a date, or a date and time with at
-    least hours and minutes. Typed times of Parquet and Arrow are what they are.
+    least hours and minutes. Unit and format do not apply to typed times of Parquet and Arrow.
 
     Attributes:
-        columns: the column; or several, whose texts are joined by a space.
+        columns: the column, or several, whose texts are joined by a space.
         unit: unit of numbers since 1970: "s", "ms", "us" or "ns".
         format: format of texts, with the directives %Y %y %m %d %H %I %p %M %S %f %b %B %a %A %z of Python's
-            `strptime`. Of several columns it is by default year, month, day, hour, minute and second, as many as there
+            `strptime`. For several columns the default is year, month, day, hour, minute and second, as many as there
             are columns; months may be English names.
         zone: time zone, such as "Europe/Berlin", of times that name none; UTC by default.
     """
@@ -89,7 +89,6 @@ class RawTime:
 
     @property
     def name(self) -> str:
-        """The columns, as messages name them."""
         return ", ".join(self.columns)
 
     @property
@@ -111,14 +110,14 @@ class RawTime:
             if not self.format:
                 numbers = None if pa.types.is_boolean(values[0].type) else as_floats(values[0])
                 return None if numbers is None else bounded_seconds(numbers[0] / UNITS[self.unit or "s"])
-        texts = [as_id_text(each) for each in values]
-        parts = [each[0].fill_null("") for each in texts if each is not None]
+        texts = map(as_id_text, values)
+        parts = [text[0].fill_null("") for text in texts if text is not None]
         if len(parts) < len(values):
             return None
         return self.of_texts(parts[0] if len(parts) == 1 else pc.binary_join_element_wise(*parts, " "))
 
     def of_texts(self, text: pa.Array) -> Seconds:
-        """Converts strings [R] without nulls; of several columns they are joined by a space."""
+        """Converts strings [R] without nulls; a space joins those of several columns."""
         if self.unit:
             return bounded_seconds(as_numbers(text)[0] / UNITS[self.unit])
         if self.format or len(self.columns) > 1:
@@ -130,7 +129,7 @@ class RawTime:
         return bounded_seconds(numbers.to_numpy(zero_copy_only=False).astype(np.float64))
 
     def part(self, seconds: np.ndarray, part: TimePart) -> pa.Array:
-        """Returns a part of times, int64 [R], in the zone, as strings: an hour 0 to 23, a day, a month, or "Mon"."""
+        """Returns a part of times, int64 [R], in the zone as strings: an hour 0 to 23, a day, a month, or "Mon"."""
         stamps = pa.array(seconds).cast(pa.timestamp("s", self.zone or "UTC"))
         if part == "weekday":
             return pa.array(WEEKDAYS).take(pc.day_of_week(stamps))
@@ -146,7 +145,7 @@ class RawTime:
         return bounded_seconds(numbers.to_numpy(zero_copy_only=False).astype(np.float64))
 
     def _localized(self, seconds: pa.Array) -> pa.Array:
-        """Converts the zone's seconds, float64 [R], to Unix seconds; of an hour that occurs twice it is the earlier."""
+        """Converts seconds of the zone, float64 [R], to Unix seconds; an hour that occurs twice is the earlier one."""
         if self.zone in ("", "UTC"):
             return seconds
         local = seconds.cast(pa.int64()).cast(pa.timestamp("s"))
@@ -165,13 +164,14 @@ class RawTime:
                 pattern += re.sub(r"([^A-Za-z0-9 ])", r"\\\1", "%" if token == "%%" else token)
                 continue
             if letter not in _DIGITS and letter not in _WORDS:
-                known = " ".join(f"%{each}" for each in (*_DIGITS, *_WORDS))
+                known = " ".join(f"%{directive}" for directive in (*_DIGITS, *_WORDS))
                 raise UserError(f"time: format {given!r} has {token!r}, which is not read; known: {known}")
             if letter in seen:
                 raise UserError(f"time: format {given!r} has {token!r} twice")
             seen.add(letter)
             # Digits without anything between are told apart by their number.
-            beside = {each[1:] for each in tokens[max(0, index - 1) : index + 2] if each.startswith("%")} - {letter}
+            around = tokens[max(0, index - 1) : index + 2]
+            beside = {other[1:] for other in around if other.startswith("%")} - {letter}
             width = _DIGITS.get(letter, "").replace("1,2", "2" if beside & _DIGITS.keys() else "1,2")
             month_name = "|[A-Za-z]{3,9}" if letter == "m" and not self.format else ""
             pattern += f"(?P<{letter}>[0-9]{{{width}}}{month_name})" if width else f"(?P<{letter}>{_WORDS[letter]})"
@@ -182,7 +182,7 @@ class RawTime:
     def _formatted(self, text: pa.Array) -> Seconds:
         extracted = pc.extract_regex(text, self._pattern)
         matched = mask(extracted.is_valid())
-        groups = {each.name: extracted.field(each.name) for each in extracted.type}
+        groups = {group.name: extracted.field(group.name) for group in extracted.type}
 
         def number(letter: str, missing: int) -> np.ndarray:
             if letter not in groups:
@@ -205,7 +205,7 @@ class RawTime:
         )
         valid &= (year >= 1) & ((number("I", 1) >= 1) & (number("I", 1) <= 12))
         months = ((np.where(valid, year, 1970) - 1970) * 12 + np.where(valid, month, 1) - 1).astype("datetime64[M]")
-        first, following = (each.astype("datetime64[D]").astype(np.int64) for each in (months, months + 1))
+        first, following = (start.astype("datetime64[D]").astype(np.int64) for start in (months, months + 1))
         valid &= day <= following - first
         local = (first + day - 1) * 86400 + hour * 3600 + minute * 60 + second
         local = np.where(valid, local, 0)
@@ -216,8 +216,8 @@ class RawTime:
         return np.where(valid, seconds, 0).astype(np.int64), ~valid
 
     def _months(self, groups: dict[str, pa.Array], matched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Months from 1 on, int64 [R], and whether each is a number or a name, bool [R]."""
-        letter = next((each for each in "mbB" if each in groups), "")
+        """Returns months from 1 on, int64 [R], and bool [R], True where a month is a number or a name."""
+        letter = next((letter for letter in "mbB" if letter in groups), "")
         if not letter:
             return np.ones(len(matched), np.int64), np.ones(len(matched), bool)
         text = pc.if_else(pa.array(matched), groups[letter], "1")
@@ -228,14 +228,14 @@ class RawTime:
 
 
 def bounded_seconds(values: np.ndarray) -> Seconds:
-    """Rounds float64 [R] down to int64 [R], 0 where NaN or outside the years 1 to 9999; and bool [R], True there."""
+    """Rounds float64 [R] down; NaN and numbers outside the years 1 to 9999 are invalid."""
     with np.errstate(invalid="ignore"):
         invalid = ~((values >= EARLIEST) & (values < LATEST + 1))
     return np.floor(np.where(invalid, 0.0, values)).astype(np.int64), invalid
 
 
 def _offsets(text: pa.Array) -> np.ndarray:
-    """Seconds of offsets from UTC such as +02:00, int64 [R]; 0 of Z."""
+    """Returns the seconds of offsets from UTC such as +02:00 and Z, int64 [R]."""
     digits = pc.replace_substring(text, ":", "")
     digits = pc.if_else(pc.equal(digits, "Z"), "0000", pc.utf8_ltrim(digits, "+"))
     signed = digits.cast(pa.int64()).to_numpy(zero_copy_only=False)
@@ -252,7 +252,7 @@ def _parse_iso(text: pa.Array, pattern: str, *, zoned: bool) -> pa.Array:
         stamps = text.cast(kind)
     except pa.ArrowInvalid:  # an impossible date: converts each distinct text separately
         coded = text.dictionary_encode()
-        stamps = pa.array([_stamp(each, kind) for each in coded.dictionary], kind).take(coded.indices)
+        stamps = pa.array([_stamp(distinct, kind) for distinct in coded.dictionary], kind).take(coded.indices)
     return stamps.cast(pa.int64()).cast(pa.float64())
 
 

@@ -23,11 +23,7 @@ def cast_numbers(text: pa.Array) -> pa.Array:
 
 
 def as_numbers(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Converts strings [R] without nulls to finite numbers.
-
-    Returns:
-        float64 [R], NaN where a string is empty or invalid; and bool [R], True where it is invalid.
-    """
+    """Converts strings [R] without nulls: float64 [R], NaN if empty or invalid, and bool [R], True if invalid."""
     present = pc.not_equal(text, "")
     values = cast_numbers(pc.if_else(present, text, pa.scalar(None, text.type))).to_numpy(zero_copy_only=False)
     finite = np.isfinite(values)
@@ -40,7 +36,7 @@ THOUSANDS = r"^[+-]?[0-9]{1,3}(\.[0-9]{3})+(,[0-9]+)?$"
 
 
 def with_points(text: pa.Array) -> pa.Array:
-    """Returns strings [R] of numbers with a decimal comma as ones with a point; one that has another point is none."""
+    """Returns numbers with a decimal comma, strings [R], with a point; a number with another point becomes invalid."""
     thousands = pc.match_substring_regex(text, THOUSANDS)
     text = pc.if_else(thousands, pc.replace_substring(text, ".", ""), pc.replace_substring(text, ".", "?"))
     return pc.replace_substring(text, ",", ".")
@@ -56,25 +52,24 @@ LOOKS_MISSING = ("na", "n/a", "#n/a", "nan", "null", "none", "nil", "\\n", "-", 
 
 
 def without_markers(text: pa.Array, markers: Collection[str]) -> pa.Array:
-    """Returns strings [R] in which the empty text takes the place of each text that is one of `markers`."""
+    """Returns strings [R], empty in place of each of `markers`."""
     if not markers:
         return text
     return pc.if_else(pc.is_in(text, pa.array(markers, text.type)), pa.scalar("", text.type), text)
 
 
 def marker_numbers(markers: Collection[str]) -> list[float]:
-    """Returns the markers that are numbers."""
     return [float(marker) for marker in markers if NUMBER_PATTERN.fullmatch(marker)]
 
 
 def without_marker_numbers(values: np.ndarray, markers: Collection[str]) -> np.ndarray:
-    """Returns numbers, float64 [R], with NaN in place of those that equal one of `markers`, in any notation."""
+    """Returns float64 [R], NaN in place of the numbers that are `markers`, in any notation."""
     numbers = marker_numbers(markers)
     return np.where(np.isin(values, numbers), np.nan, values) if numbers else values
 
 
 def without_nan(values: pa.Array, markers: Collection[str]) -> pa.Array:
-    """Returns values [R] of any type; null takes the place of NaN, inf and -inf that are markers, in floats."""
+    """Returns values [R] of any type, in which NaN, inf and -inf that are markers become null."""
     marked = [float(marker) for marker in markers if marker.lower() in ("nan", "inf", "-inf")]
     if not pa.types.is_floating(values.type) or not marked:
         return values
@@ -82,10 +77,8 @@ def without_nan(values: pa.Array, markers: Collection[str]) -> pa.Array:
 
 
 def looks_missing(text: pa.Array) -> np.ndarray:
-    """Returns bool [R] from strings [R] which may be null: True where one is probably meant as a missing value."""
-    known = pc.is_in(pc.utf8_lower(text), pa.array(LOOKS_MISSING, text.type))
-    found: np.ndarray = known.to_numpy(zero_copy_only=False)
-    return found
+    """Returns bool [R]: True where a string is probably meant as a missing value."""
+    return mask(pc.is_in(pc.utf8_lower(text), pa.array(LOOKS_MISSING, text.type)))
 
 
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
@@ -96,9 +89,9 @@ FRACTIONS, ROUNDED = "fractions", "rounded"
 
 
 def plain_array(values: pa.Array) -> pa.Array:
-    """Returns an array whose type is neither a dictionary, an extension nor one of several kinds of lists or text.
+    """Returns the values without dictionaries, extensions and run ends.
 
-    Lists, also of fixed size, and maps become `list` or `large_list`; bytes become text if they are UTF-8.
+    Lists of fixed size and maps become `list`, and bytes become text if they are UTF-8.
     """
     kind = values.type
     if isinstance(values, pa.ExtensionArray):
@@ -118,15 +111,14 @@ def plain_array(values: pa.Array) -> pa.Array:
 
 
 def without_views(values: pa.Array) -> pa.Array:
-    """Returns an array from which values can be taken, which Arrow does not do from views."""
+    """Returns text from which values can be taken; Arrow cannot take them from views."""
     return values.cast(pa.binary()) if values.type in (pa.string_view(), pa.binary_view()) else values
 
 
 def as_floats(values: pa.Array) -> tuple[np.ndarray, np.ndarray] | None:
     """Converts numbers, their text, truth values (0 or 1), and times and dates (Unix seconds).
 
-    Returns:
-        float64 [R], NaN where missing or wrong, and bool [R], True where wrong; None if the type holds no numbers.
+    Returns float64 [R], NaN if missing or wrong, and bool [R], True if wrong; None if the type holds no numbers.
     """
     kind = values.type
     if is_text(kind):
@@ -152,14 +144,14 @@ def as_floats(values: pa.Array) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def as_id_text(values: pa.Array) -> tuple[pa.Array, np.ndarray, Counter[str]] | None:
-    """Converts ids of any flat type to text, so that equal ids have equal text whatever their type is.
+    """Converts ids of any flat type to text; equal ids of different types have equal text.
 
-    An integer has its decimal digits, and so has a float or decimal that is a whole number. Truth values are "true" and
+    A whole number has its decimal digits, whether it is an integer, a float or a decimal. Truth values are "true" and
     "false", dates "2024-01-31", times "2024-01-31 07:00:00" in UTC.
 
     Returns:
-        Strings [R], null where missing; bool [R], True where a value cannot be an id; and how many ids are `FRACTIONS`
-        (no whole number), or so large that they were `ROUNDED`. None if the type holds no ids.
+        Strings [R], null where missing; bool [R], True where a value cannot be an id; and the numbers of ids that are
+        `FRACTIONS`, or that were `ROUNDED` since they are so large. None if the type holds no ids.
     """
     kind = values.type
     if pa.types.is_floating(kind):
@@ -178,9 +170,9 @@ def as_id_text(values: pa.Array) -> tuple[pa.Array, np.ndarray, Counter[str]] | 
 
 
 def family(kind: pa.DataType) -> str:
-    """Returns what values of a type are: "text", "number", "truth value", "date" or "time"; of lists, their ids.
+    """Returns "text", "number", "truth value", "date" or "time"; for lists, the family of their ids.
 
-    Values of two families do not mean the same, except that text may stand for any.
+    Text may stand for values of any family. Values of two other families differ.
     """
     if pa.types.is_dictionary(kind) or pa.types.is_nested(kind):
         if pa.types.is_struct(kind):
@@ -197,7 +189,6 @@ def family(kind: pa.DataType) -> str:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Returns whether a type is that of strings."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
@@ -222,15 +213,15 @@ def _float_ids(values: pa.Array) -> tuple[pa.Array, np.ndarray, Counter[str]]:
 
 
 def _decimal_text(values: pa.Array) -> pa.Array:
-    """Converts decimals to text without exponents, which Arrow writes for small ones, and for 0 of a large scale."""
+    """Converts decimals to text without the exponents that Arrow writes for small decimals."""
     text = values.cast(pa.string())
     if not pc.any(pc.match_substring(text, "E")).as_py():
         return text
     coded = text.dictionary_encode()
-    return pa.array([f"{Decimal(each):f}" for each in coded.dictionary.to_pylist()], pa.string()).take(coded.indices)
+    return pa.array([f"{Decimal(value):f}" for value in coded.dictionary.to_pylist()], pa.string()).take(coded.indices)
 
 
 def _without_zeros(text: pa.Array) -> pa.Array:
-    """Removes zeros at the end of a fraction, which depend on the type's precision, and a point before nothing."""
+    """Removes the zeros at the end of fractions, whose number depends on the type's precision."""
     text = pc.replace_substring_regex(text, r"(\.[0-9]*[1-9])0+$", r"\1")
     return pc.replace_substring_regex(text, r"\.0+$", "")

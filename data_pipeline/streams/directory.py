@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from cowrec.errors import UserError
 from cowrec.files import replacing
 
-from ..grouped_file import ArrowFile, group_sizes, parquet_file
+from ..raw.reading import ArrowFile, group_sizes, parquet_file
 from ..raw.values import plain_array
 from .source import CHUNK_BYTES, Chunk, SourcePosition
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from cowrec.errors import UserError
 
+from ..hashing import GOLDEN, splitmix
 from ..parallel import available_cores
-from ..splitmix import GOLDEN, mix
 from .criteo_frequencies import CRITEO_FREQUENCIES, CRITEO_SIZES
 
 _CLASS_BITS, _KEEP_BITS = 6, 26
@@ -132,7 +132,7 @@ def _rows(field: _Field, table_rows: int, first: int, count: int) -> np.ndarray:
 
     Of a sample's hash 6 bits choose a column of the alias table, 26 its class or alias, 32 the id in the class.
     """
-    bits = mix(field.key + np.arange(first, first + count, dtype=np.uint64) * GOLDEN)
+    bits = splitmix(field.key + np.arange(first, first + count, dtype=np.uint64) * GOLDEN)
     column = (bits >> np.uint64(64 - _CLASS_BITS)).astype(np.int64)
     aliased = (bits >> np.uint64(32)) & np.uint64((1 << _KEEP_BITS) - 1) >= field.keep[column]
     drawn = np.where(aliased, field.other[column], column)

@@ -28,10 +28,9 @@ import pyarrow.compute as pc
 from cowrec.errors import UserError
 
 from ..dataset.schema import LABEL, TIME, Schema
-from ..hashing import mix, uniform
+from ..hashing import GOLDEN, mix, uniform
 from ..parallel import ordered_map
 from ..raw.layouts import RawField
-from ..splitmix import GOLDEN
 from .planted import (
     PILOT_ROWS,
     Draw,

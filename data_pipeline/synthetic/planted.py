@@ -45,11 +45,10 @@ from ..dataset.shards import (
     write_shard,
 )
 from ..encoding.vocabulary import raw_ids
-from ..hashing import mix, uniform
+from ..hashing import GOLDEN, mix, uniform
 from ..parallel import ordered_map
 from ..raw.layouts import Layout, RawField, RawLabel
 from ..raw.times import RawTime
-from ..splitmix import GOLDEN
 from .criteo_frequencies import CRITEO_SIZES, NUM_DENSE
 
 WORD_SUM_MEAN = 4 * 65535 / 2

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cowrec.data_pipeline.splitmix import GOLDEN, mix
+from cowrec.data_pipeline.hashing import GOLDEN, splitmix
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.sparse_opt import AdamConfig, EmbeddingAdam
 from cowrec.sparse_opt.algorithm.adam import AdamScalars, adam_constants, adam_element
@@ -86,7 +86,7 @@ def small_problem(device: torch.device, steps: int = 4, batch: int = 32) -> Prob
     def uniform(*sizes: int) -> np.ndarray:
         """Multiples of 2^-24 in [0, 1)."""
         count = int(np.prod(sizes))
-        bits = mix(np.full(count, next(draws), np.uint64) * GOLDEN + mix(np.arange(count, dtype=np.uint64)))
+        bits = splitmix(np.full(count, next(draws), np.uint64) * GOLDEN + splitmix(np.arange(count, dtype=np.uint64)))
         return ((bits >> np.uint64(40)).astype(np.float64) * 2.0**-24).reshape(sizes)
 
     def powers(size: int) -> np.ndarray:

@@ -233,7 +233,7 @@ def stream(
 
 def prepared_summary(schema: Any) -> str:
     """Sizes of a data set and shares of positive samples, in one line."""
-    from cowrec.data_pipeline.raw.bad_rows import counts_text
+    from cowrec.data_pipeline.raw.parsing import counts_text
 
     sizes = ", ".join(f"{split.rows:,} {name} samples" for name, split in schema.splits.items())
     known = {name: split for name, split in schema.splits.items() if split.total and split.labelled}

@@ -16,7 +16,7 @@ from pyarrow.csv import CSVWriter
 from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare
 from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, SAMPLE_NUMBER
 from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_columns
-from cowrec.data_pipeline.raw.bad_rows import counts_text
+from cowrec.data_pipeline.raw.parsing import counts_text
 from cowrec.data_pipeline.remote import Place
 from cowrec.errors import UserError
 from cowrec.files import replacing, require_target

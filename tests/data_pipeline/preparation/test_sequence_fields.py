@@ -141,9 +141,9 @@ def test_ages_are_the_bits_of_seconds_before_the_sample(tmp_path):
 @pytest.mark.parametrize(
     ("replaced", "by", "message"),
     [
-        ("max_length = 3, ", "", "max_length must be at least 1 for the kind sequence, which needs it"),
+        ("max_length = 3, ", "", "max_length must be at least 1 for the kind sequence, got 0"),
         ('shares = "item"', 'shares = "words"', "shares must be a categorical field, got 'words'"),
-        ('shares = "item"', 'shares = "item", min_count = 2', "min_count and max_ids are then those of 'item'"),
+        ('shares = "item"', 'shares = "item", min_count = 2', "min_count and max_ids are those of 'item'"),
         ('shares = "item"', 'along = "words"', "along must be a sequence of the same max_length = 3 .* got 'words'"),
         ('shares = "item"', "age = true", "'history': age needs the sample's time; name its column as `time`"),
     ],

@@ -145,14 +145,17 @@ def test_each_number_is_scaled_by_itself_if_asked(tmp_path: Path) -> None:
     [
         ({}, "width must be at least 1 for the kind vector"),
         ({"width": -1}, "width must be at least 1"),
-        ({"width": 2, "transform": "quantile"}, "transform must be one of none, minmax, for vector fields"),
-        ({"width": 2, "min_count": 2}, "is for ids only"),
-        ({"width": 2, "pooling": "sum"}, "pooling is for the kinds multi and weighted"),
+        ({"width": 2, "transform": "quantile"}, "transform must be one of none, minmax, got 'quantile'"),
+        (
+            {"width": 2, "min_count": 2},
+            "min_count is for the kinds categorical, multi, sequence, weighted, not for vector",
+        ),
+        ({"width": 2, "pooling": "sum"}, "pooling is for the kinds multi, weighted, not for vector"),
     ],
 )
 def test_keys_that_vectors_do_not_have_are_refused(keys: dict[str, Any], message: str) -> None:
     refused(message, RawField, "emb", "vector", **keys)
-    refused("width must be at least 1 for the kind vector", RawField, "price", "numeric", width=2)
+    refused("width is for the kinds vector, not for numeric", RawField, "price", "numeric", width=2)
 
 
 def test_vectors_are_inferred(tmp_path: Path) -> None:

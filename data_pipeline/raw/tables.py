@@ -1,4 +1,7 @@
-"""Validity of the values of Parquet and Arrow files, which Arrow does not check as it reads them."""
+"""Tables of Parquet and Arrow files: fields of structs as columns, and the validity of values.
+
+Arrow does not check values as it reads them.
+"""
 
 from collections.abc import Collection, Iterator
 from itertools import pairwise
@@ -13,13 +16,36 @@ BYTES = (pa.binary(), pa.large_binary(), pa.binary_view())
 TEXT = (*BYTES, pa.string(), pa.large_string(), pa.string_view())
 
 
+def flattened(table: pa.Table) -> pa.Table:
+    """Returns a table with the fields of structs as columns, such as `user.id`; null structs have null fields.
+
+    A column whose own name is `user.id` comes first.
+    """
+    if not any(pa.types.is_struct(kind) for kind in table.schema.types):
+        return table
+    plain = {field.name for field in table.schema if not pa.types.is_struct(field.type)}
+    columns = [
+        (name, values)
+        for top, column in zip(table.column_names, table.columns, strict=True)
+        for name, values in _leaves(top, column)
+        if name == top or name not in plain
+    ]
+    found = pa.Table.from_arrays([values for _, values in columns], [name for name, _ in columns])
+    return found.replace_schema_metadata(table.schema.metadata)
+
+
+def _leaves(name: str, column: pa.ChunkedArray) -> Iterator[tuple[str, pa.ChunkedArray]]:
+    if not pa.types.is_struct(column.type):
+        yield name, column
+        return
+    for field, values in zip(column.type, column.flatten(), strict=True):
+        yield from _leaves(f"{name}.{field.name}", values)
+
+
 def unreadable_rows(table: pa.Table) -> dict[int, tuple[str, str]]:
-    """Returns by row the first column with an invalid value, and what is wrong with that.
+    """Returns by row the first column with an invalid value, such as text that is not UTF-8, and what is wrong.
 
-    Text that is not UTF-8 is, and what else Arrow does not check as it reads, such as the day of a date.
-
-    Raises:
-        pyarrow.ArrowInvalid: the table is damaged, so that no row of it can be read.
+    Raises ArrowInvalid if the table is damaged, so that no row of it can be read.
     """
     invalid = require_offsets(table)
     found: dict[int, tuple[str, str]] = {}
@@ -33,7 +59,7 @@ def unreadable_rows(table: pa.Table) -> dict[int, tuple[str, str]]:
 
 
 def without_rows(table: pa.Table, rows: Collection[int]) -> pa.Table:
-    """Returns a table without some rows, as slices, since Arrow does not take rows of every type."""
+    """Returns a table without some rows, from slices, since Arrow cannot take rows of every type."""
     bounds = [-1, *sorted(rows), table.num_rows]
     return pa.concat_tables([table.slice(left + 1, right - left - 1) for left, right in pairwise(bounds)])
 
@@ -41,9 +67,8 @@ def without_rows(table: pa.Table, rows: Collection[int]) -> pa.Table:
 def require_offsets(table: pa.Table) -> list[str]:
     """Returns the columns with an invalid value; bytes are not looked at.
 
-    Raises:
-        pyarrow.ArrowInvalid: values begin or end outside of their data, which an Arrow file without compression may
-            have after an interrupted copy, and whose use would crash the process.
+    Raises ArrowInvalid if values begin or end outside of their data, whose use would crash the process. An Arrow file
+    without compression may have such values after an interrupted copy.
     """
     invalid = []
     for name, column in zip(table.column_names, table.columns, strict=True):  # names may be repeated
@@ -57,7 +82,7 @@ def require_offsets(table: pa.Table) -> list[str]:
 
 
 def _invalid(values: pa.Array, start: int, *, whole: bool) -> Iterator[tuple[int, str]]:
-    """Yields the rows of a slice that have an invalid value, counted from `start`, and what is wrong; see `_check`."""
+    """Yields the rows of a slice with an invalid value, counted from `start`, and what is wrong."""
     try:
         _check(values, whole=whole)
     except pa.ArrowInvalid as error:
@@ -70,9 +95,7 @@ def _invalid(values: pa.Array, start: int, *, whole: bool) -> Iterator[tuple[int
 
 
 def _check(values: pa.Array, *, whole: bool) -> None:
-    """Raises ArrowInvalid if one of the values that a slice refers to is invalid, at any depth; unless `whole`, bytes
-    alone are checked.
-    """
+    """Raises ArrowInvalid if a value of a slice is invalid, at any depth; unless `whole`, bytes alone are checked."""
     kind = values.type
     if pa.types.is_dictionary(kind):
         _check(without_views(values.dictionary).take(values.indices.drop_null().unique()), whole=whole)
@@ -83,8 +106,8 @@ def _check(values: pa.Array, *, whole: bool) -> None:
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
         _check(values.flatten(), whole=whole)
     elif pa.types.is_struct(kind):
-        for each in values.flatten():
-            _check(each, whole=whole)
+        for field in values.flatten():
+            _check(field, whole=whole)
     elif kind in BYTES or (whole and kind in TEXT):
         try:
             without_views(values).cast(pa.large_binary()).cast(pa.large_string())
