@@ -28,7 +28,7 @@ This page is made from the docstrings of the code.
 
 * [Run files](#run-files), for `cowrec train` and most other commands: `cowrec config init` writes one with all keys.
   `--set section.key=value` overrides a key. [train.md](train.md) explains how the keys work together.
-* [Schema files](#schema-files), for `cowrec prepare tabular`: [train.md](train.md#prepare-the-data) explains them.
+* [Schema files](#schema-files), for `cowrec prepare tabular`: [data.md](data.md) explains them.
 
 A key without a default has no effect unless it is set. A whole number may be text with a unit: `"64K"` is 65,536,
 `"1M"` is 1,024 K, `"1G"` 1,024 M; the same units, without quotes, are those of `--set` and of flags that are counts.

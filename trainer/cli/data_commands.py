@@ -113,7 +113,7 @@ def prepare(
     banner_pos ... C21) are Kaggle's; tabular is any delimited text, JSON lines, Parquet or Arrow, with numeric,
     categorical, multi-valued and weighted fields.
 
-    Keys of --set, which docs/train.md explains: min_count, max_ids, hash_buckets, raw_ids, dense, fit_on, split,
+    Keys of --set, which docs/data.md explains: min_count, max_ids, hash_buckets, raw_ids, dense, fit_on, split,
     test_fraction, validation_fraction, test_rows, validation_rows, test_from, validation_from, negative_fraction, seed,
     on_bad_row, max_bad_rows, shard_rows.
 

@@ -206,7 +206,7 @@ def with_defaults(
 
     L2 is 20 / samples times the number of epochs after the first, at most two, between 1e-6 and 1e-2. The sum of the
     losses then has the same penalty for every number of samples, as under a normal prior of the weights; in the first
-    epoch no sample is seen again, so that nothing is learnt by heart. For measurements see docs/train.md.
+    epoch no sample is seen again, so that nothing is learnt by heart. For measurements see results/README.md.
 
     Args:
         samples: of the training split.
