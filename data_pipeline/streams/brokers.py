@@ -5,7 +5,8 @@ a consumer group, and must be retained while a journal may refer to them: use `X
 covers the time between two snapshots. Entries trimmed before they were read are logged and counted as one gap (`gaps`),
 since Redis does not report how many there were. If the last entry read is also the last one trimmed, a gap is counted
 though nothing was lost: the two cases look alike. A crash of Redis may lose its last second of entries; if some of them
-were already read, `rewound` counts it.
+were already read, `rewound` counts it. A Redis that does not answer, is full, busy, or fails over is waited for, and
+each attempt is counted (`reconnects`).
 
 Kafka: messages that are JSON objects. All partitions are assigned with explicit offsets from the stream's own position:
 nothing is committed, and no consumer group is joined, so that consumers which come and go rebalance nothing here.
@@ -21,11 +22,12 @@ import re
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from cowrec.errors import UserError
 
-from ..redis_client import is_refusal, open_redis
+from ..redis_client import open_redis, refusal
 from .source import Chunk, SourcePosition, count_within
 
 ANSWER_SECONDS = 10.0
@@ -63,9 +65,9 @@ class RedisSource:
         import redis
 
         self._redis, self._stream = redis, stream
+        self._backoff, self._failures = redis.backoff.ExponentialBackoff(MAX_BACKOFF, MIN_BACKOFF), 0
         self.ended = False
         self.counters = {"gaps": 0, "rewound": 0, "reconnects": 0}
-        self._backoff, self._disconnected = MIN_BACKOFF, False
         self.seek({})
 
     def seek(self, positions: Mapping[str, SourcePosition]) -> None:
@@ -77,20 +79,23 @@ class RedisSource:
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
         deadline = time.monotonic() + timeout
         while True:
+            waits = False
             try:
                 chunk = self._next(max_samples)
-                if self._disconnected:
+                if self._failures:
                     logger.warning("Redis answers again; continuing after %s", self._last)
-                    self._disconnected, self._backoff = False, MIN_BACKOFF
+                    self._failures = 0
                 remaining = deadline - time.monotonic()
                 if chunk is not None or remaining <= 0:
                     return chunk
-                # Only waits for an entry: `_next` reads it again together with the state of the stream.
+                waits = True
+                # Only waits for an entry, which `_next` reads.
                 self._client.xread(
                     {self._stream: self._last}, 1, block=max(1, int(1000 * min(remaining, ANSWER_SECONDS / 2)))
                 )
             except self._redis.RedisError as error:
-                self._require_passing(error)
+                if not waits:  # a master that becomes a replica ends waits with an error; what `_next` gets decides
+                    self._require_passing(error)
                 if not self._retry(error, deadline):
                     return None
 
@@ -111,22 +116,20 @@ class RedisSource:
         self._client.close()
 
     def _next(self, max_samples: int) -> Chunk | None:
-        """Reads available entries, in one transaction with the check for a gap so that none is trimmed between."""
-        with self._client.pipeline(transaction=True) as pipeline:
-            pipeline.xinfo_stream(self._stream)
-            pipeline.xread({self._stream: self._last}, min(max_samples, self._entries))
-            about, found = pipeline.execute(raise_on_error=False)
-        for answer in (about, found):
-            if isinstance(answer, Exception) and "no such key" not in str(answer):
-                raise answer
-        if not isinstance(about, Exception):
-            self._check_reach(about)
-        if not found or isinstance(found, Exception):
+        """Reads available entries with the last one before them: if that is still there, none was trimmed between.
+
+        A transaction with the state of the stream would be refused by a Redis that is full.
+        """
+        most = min(max_samples, self._entries)
+        found: Any = self._client.xrange(self._stream, self._last, "+", most + 1)
+        has_last = bool(found) and found[0][0].decode() == self._last
+        entries = found[1:] if has_last else found[:most]
+        if not entries:
             self._entries = FIRST_ENTRIES
+            if not has_last and self._last != BEGINNING:
+                self._check_reach()
             return None
-        ((_, entries),) = found.items() if isinstance(found, dict) else found
-        entries = entries[0] if isinstance(found, dict) else entries
-        lost = -1 if self._is_gap(about) else 0
+        lost = 0 if has_last or self._last == BEGINNING or not self._is_gap() else -1
         if lost:
             self.counters["gaps"] += 1
             logger.warning("entries of %r after %s were trimmed before they were read", self._stream, self._last)
@@ -136,13 +139,16 @@ class RedisSource:
         start, self._last = self._last, entries[count - 1][0].decode()
         return Chunk("", start, self._last, samples[:count], lost)
 
-    def _is_gap(self, about: Mapping[str, Any]) -> bool:
-        first = about["first-entry"]
-        return self._last != BEGINNING and first is not None and _order(first[0].decode()) > _order(self._last)
+    def _is_gap(self) -> bool:
+        """Whether the entry that was read last was trimmed, and not deleted alone."""
+        first = self._client.xinfo_stream(self._stream)["first-entry"]
+        return first is not None and _order(first[0].decode()) > _order(self._last)
 
-    def _check_reach(self, about: Mapping[str, Any]) -> None:
-        newest = about["last-generated-id"].decode()
-        if _order(newest) < _order(self._last) and not self._rewound:
+    def _check_reach(self) -> None:
+        if self._rewound or not self._client.exists(self._stream):
+            return
+        newest = self._client.xinfo_stream(self._stream)["last-generated-id"].decode()
+        if _order(newest) < _order(self._last):
             self._rewound = True
             self.counters["rewound"] += 1
             logger.warning(
@@ -151,21 +157,26 @@ class RedisSource:
             )  # fmt: skip
 
     def _require_passing(self, error: Exception) -> None:
-        """Raises ValueError for an answer that is not of a server that has failed, is busy or loses its master."""
-        passing = isinstance(error, self._redis.ConnectionError | self._redis.TimeoutError) and not is_refusal(error)
-        answer = str(error).rpartition(" caused error: ")[2]  # what redis-py puts before that of a pipeline's command
-        if not (passing or answer.startswith(_PASSING)):
-            message = f"Redis does not give the stream {self._stream!r}: {error}; correct the address, or its password"
-            raise UserError(message) from error
+        """Raises ValueError for an error that another attempt would meet again."""
+        errors, remedy = self._redis.exceptions, refusal(error)
+        if type(error) is errors.ResponseError:  # of a server that is busy, or of a key that is no stream
+            with suppress(errors.RedisError):
+                kind = self._client.type(self._stream).decode()
+                if kind not in ("stream", "none"):
+                    remedy = f"the key is a {kind}; correct ?stream= of the address"
+        elif not isinstance(error, errors.ResponseError | errors.ConnectionError | errors.TimeoutError):
+            remedy = "correct the address"
+        if remedy:
+            raise UserError(f"Redis does not give the stream {self._stream!r}: {error}; {remedy}") from error
 
     def _retry(self, error: Exception, deadline: float) -> bool:
         """Waits with exponential backoff; False once the deadline has passed."""
-        if not self._disconnected:
+        if not self._failures:
             logger.warning("Redis does not answer (%s); retrying", error)
-            self._disconnected = True
+        self._failures += 1
         self.counters["reconnects"] += 1
-        time.sleep(max(0.0, min(self._backoff, deadline - time.monotonic())))
-        self._backoff = min(2 * self._backoff, MAX_BACKOFF)
+        self._client.connection_pool.disconnect()  # the name of a server that has become a replica may be another's now
+        time.sleep(max(0.0, min(self._backoff.compute(self._failures), deadline - time.monotonic())))
         return time.monotonic() < deadline
 
 
@@ -175,8 +186,6 @@ def _sample(fields: Mapping[bytes, bytes]) -> bytes:
 
 
 _ENTRY = re.compile("[0-9]+-[0-9]+")
-_PASSING = ("BUSY", "MASTERDOWN")
-"""Beginnings of answers that another attempt may not get."""
 
 
 def _order(entry: str) -> tuple[int, int]:

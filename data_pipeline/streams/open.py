@@ -6,6 +6,7 @@ from urllib.parse import parse_qsl, urlencode, urlunsplit
 from cowrec.errors import UserError
 from cowrec.urls import split_url, without_credentials
 
+from ..redis_client import REDIS_SCHEMES
 from ..remote import local_path
 from .brokers import KafkaSource, RedisSource
 from .directory import DirectorySource
@@ -16,7 +17,7 @@ def open_source(address: str, *, damaged: Literal["stop", "skip"] = "stop") -> S
     """Opens the source at an address.
 
     Args:
-        address: a folder or file:///folder; redis://host:port/db?stream=NAME (rediss:// for TLS);
+        address: a folder or file:///folder; redis://host:port/db?stream=NAME, also by Sentinels (see `open_redis`);
             kafka://broker[,broker]/topic, with further librdkafka settings after a "?".
         damaged: what a folder's source does at a file that cannot be read.
 
@@ -26,7 +27,7 @@ def open_source(address: str, *, damaged: Literal["stop", "skip"] = "stop") -> S
     """
     parts, shown = split_url(address), without_credentials(address)
     options = dict(parse_qsl(parts.query.replace("+", "%2B")))  # which is a space in forms of web pages only
-    if parts.scheme in ("redis", "rediss"):
+    if parts.scheme in REDIS_SCHEMES:
         stream = options.pop("stream", "")
         if not stream:
             raise UserError(f"{shown}: must name a stream; add ?stream=NAME")

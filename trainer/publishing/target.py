@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlencode, urlunsplit
 
-from cowrec.data_pipeline.redis_client import is_refusal, open_redis
+from cowrec.data_pipeline.redis_client import REDIS_SCHEMES, open_redis, refusal
 from cowrec.data_pipeline.remote import RemoteFolder, is_remote, local_path
 from cowrec.errors import UserError
 from cowrec.files import locked_folder, replace_file
@@ -46,16 +46,18 @@ class Target(Protocol):
 
 
 def open_target(url: str, *, publishing: bool = False) -> Target:
-    """Opens the target of a URL: ``redis://HOST:PORT/DB?name=NAME``, ``s3://BUCKET/FOLDER`` (see
+    """Opens the target of a URL: ``redis://HOST:PORT/DB?name=NAME`` or that of Sentinels (see
+    :func:`cowrec.data_pipeline.redis_client.open_redis`), ``s3://BUCKET/FOLDER`` (see
     :mod:`cowrec.data_pipeline.remote`), or a directory.
 
     NAME, by default "cowrec", separates the publications in one Redis. With ``publishing`` a directory is created and
     locked against other publishers.
 
     Raises:
-        UserError: another process publishes to the directory, Redis refuses the password, or the URL is invalid.
+        UserError: another process publishes to the directory, Redis refuses the password or is a Cluster, or the URL is
+            invalid.
     """
-    if split_url(url).scheme in ("redis", "rediss"):
+    if split_url(url).scheme in REDIS_SCHEMES:
         return RedisTarget(url, publishing=publishing)
     try:
         is_remote(url)
@@ -144,18 +146,18 @@ class RedisTarget:
         self._redis = open_redis(plain, socket_timeout=DEADLINE, socket_connect_timeout=DEADLINE)
         import redis
 
-        self._redis.set_retry(redis.retry.Retry(redis.backoff.NoBackoff(), 0))  # every retry would wait as long again
         self._error, self._out_of_memory = redis.RedisError, redis.exceptions.OutOfMemoryError
         if publishing:
             self._require_login()
 
     def _require_login(self) -> None:
-        """Raises UserError if Redis refuses the password. A Redis that does not answer may do so later."""
+        """Raises UserError if Redis refuses the user, or is a Cluster. A Redis that does not answer may do so later."""
         try:
-            self.blobs()
+            with self._named_errors():  # a Cluster keeps these two keys apart
+                self._redis.exists(f"{self._name}:versions", self._key(0, "full"))
         except OSError as error:
-            if is_refusal(error.__cause__):
-                raise UserError(f"{error}; correct the user and the password of the address") from None
+            if remedy := refusal(error.__cause__):
+                raise UserError(f"{error}; {remedy}") from None
 
     def blobs(self) -> list[tuple[int, Kind]]:
         with self._named_errors():
@@ -186,10 +188,9 @@ class RedisTarget:
             raise FileExistsError(f"Redis has {key} already, written by another publisher; stop it or use another name")
 
     def remove(self, version: int, kind: Kind) -> None:
-        with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
-            transaction.zrem(f"{self._name}:versions", f"{kind}:{version}")
-            transaction.delete(self._key(version, kind))
-            transaction.execute()
+        with self._named_errors():  # a transaction would be refused by a Redis that is full
+            self._redis.delete(self._key(version, kind))
+            self._redis.zrem(f"{self._name}:versions", f"{kind}:{version}")
 
     def close(self) -> None:
         self._redis.close()
@@ -204,4 +205,5 @@ class RedisTarget:
         except self._out_of_memory as error:
             raise OSError(errno.ENOSPC, "Redis is full; raise its maxmemory, or publish to a directory") from error
         except self._error as error:
+            self._redis.connection_pool.disconnect()  # the name of a server that has become a replica may be another's
             raise OSError(f"Redis: {type(error).__name__}: {error}") from error

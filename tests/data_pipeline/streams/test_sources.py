@@ -6,6 +6,7 @@ import threading
 
 import pyarrow as pa
 import pytest
+import redis
 
 from commands.command_line import exit_code
 from cowrec.data_pipeline import Position, SampleStream, open_source
@@ -14,6 +15,7 @@ from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables
 from cowrec.files import locked
 from cowrec.trainer.publishing.target import open_target
 from refusal import refused
+from run_comparison import wait_for
 from servers.redis_server import redis_server
 from stream_cases import (
     all_numbers,
@@ -176,7 +178,7 @@ def test_what_redis_refuses_is_said(server):
     with server.client() as client:
         client.rpush("clicks", "no stream")
         source = redis_source(server)
-        refused("Redis does not give the stream 'clicks': WRONGTYPE.*; correct the address", source.poll, 10, 1)
+        refused("Redis does not give the stream 'clicks': WRONGTYPE.*; the key is a list", source.poll, 10, 1)
         refused("is of another kind of source", source.seek, {"0": 3})
 
 
@@ -186,11 +188,113 @@ def test_a_redis_that_refuses_the_password_is_an_error(tmp_path):
         for given in ("redis://:wrong@", "redis://"):
             address = f"{given}127.0.0.1:{server.port}/0"
             source = open_source(f"{address}?stream=clicks")
-            refused(
-                "Redis does not give the stream 'clicks': .*; correct the address, or its password", source.poll, 10, 9
-            )
+            refused("Redis does not give the stream 'clicks': .*; correct the user and the pass", source.poll, 10, 9)
             refused("Redis: AuthenticationError: .*; correct the user", open_target, address, publishing=True)
         assert redis_source(server).poll(10, 0) is None
+        with server.client() as client:
+            client.acl_setuser("reader", enabled=True, passwords=["+x"], commands=["+ping"])
+        address = f"redis://reader:x@127.0.0.1:{server.port}/0"
+        denied = open_source(f"{address}?stream=clicks")
+        refused("Redis does not give .*; correct .* the permissions of the user", denied.poll, 10, 9)
+        refused("Redis: NoPermissionError: .*; correct .* the permissions", open_target, address, publishing=True)
+
+
+@pytest.mark.thorough
+def test_a_redis_that_becomes_a_replica_or_is_busy_is_waited_for(tmp_path, caplog):
+    """Redis ends waiting reads with UNBLOCKED, and answers BUSY while a script runs."""
+    script = "local first = redis.call('TIME')[1] while redis.call('TIME')[1] - first < 2 do end"
+    with redis_server(tmp_path / "one") as server, redis_server(tmp_path / "other") as other, server.client() as client:
+        source = redis_source(server)
+        add(server, numbered(3))
+        assert contents(polled(source, 3)) == [0, 1, 2]
+        client.config_set("lua-time-limit", 1)
+        waiting = threading.Thread(target=source.poll, args=(10, 1.0))
+        waiting.start()
+        wait_for(lambda: client.info("clients")["blocked_clients"], 60)
+        client.replicaof("127.0.0.1", other.port)
+        waiting.join()
+        assert "UNBLOCKED" in caplog.text
+        client.replicaof("NO", "ONE")
+        running = threading.Thread(target=client.eval, args=(script, 0))
+        running.start()
+        wait_for(lambda: "BUSY" in caplog.text or source.poll(10, 0.05), 60)
+        running.join()
+        assert source.counters["reconnects"] >= 2
+        add(server, numbered(3, 6))
+        assert contents(polled(source, 3)) == [3, 4, 5]
+
+
+def test_a_full_redis_is_read_and_its_target_waits(tmp_path):
+    """With `maxmemory-policy noeviction`, transactions are refused even if they only read or delete."""
+    with redis_server(tmp_path) as server, server.client() as client:
+        source, target = redis_source(server), open_target(f"{server.url}", publishing=True)
+        add(server, numbered(3))
+        target.write(1, "full", b"x" * 1_000_000)
+        client.config_set("maxmemory", 900_000)
+        assert contents(polled(source, 3)) == [0, 1, 2]
+        with pytest.raises(OSError, match="Redis is full"):
+            target.write(2, "full", b"y")
+        target.remove(1, "full")
+        assert target.blobs() == []
+        client.config_set("maxmemory", 0)
+        target.write(2, "full", b"y")
+        assert target.blobs() == [(2, "full")]
+        assert source.counters == {"gaps": 0, "rewound": 0, "reconnects": 0}
+
+
+@pytest.mark.thorough
+def test_sentinels_lead_to_the_replica_that_is_promoted(tmp_path):
+    with (
+        redis_server(tmp_path / "one") as one,
+        redis_server(tmp_path / "other", master=one) as other,
+        redis_server(tmp_path / "sentinel", master=one, sentinel=True) as sentinel,
+        sentinel.client() as asked,
+        other.client() as promoted,
+    ):
+        address = f"redis+sentinel://127.0.0.1:{sentinel.port},127.0.0.1:1/main/0"
+        source, target = open_source(f"{address}?stream=clicks"), open_target(address, publishing=True)
+        add(one, numbered(3))
+        target.write(1, "full", b"x")
+        assert contents(polled(source, 3)) == [0, 1, 2]
+        wait_for(lambda: asked.sentinel_slaves("main"))
+        wait_for(lambda: promoted.exists("cowrec:full:1"))
+        wait_for(lambda: failed_over(asked))
+        thread = threading.Thread(target=wait_for, args=(lambda: promoted.role()[0] == b"master",))
+        thread.start()
+        while thread.is_alive():
+            assert source.poll(10, 0.2) is None
+        add(other, numbered(3, 6))
+        assert contents(polled(source, 3)) == [3, 4, 5]
+
+        def written():
+            target.write(2, "full", b"y")
+            return True
+
+        wait_for(lambda: not tolerant(OSError, written))
+        assert promoted.get("cowrec:full:2") == b"y"
+
+
+def failed_over(sentinel):
+    """Asks a Sentinel to fail over; it refuses before it knows the replica well."""
+    return not tolerant(redis.ResponseError, lambda: sentinel.execute_command("SENTINEL FAILOVER main", once=True))
+
+
+def tolerant(kind, act):
+    """Returns whether an act raised an error of a kind."""
+    try:
+        act()
+    except kind:
+        return True
+    return False
+
+
+@pytest.mark.thorough
+def test_a_redis_cluster_is_refused_by_name(tmp_path):
+    with redis_server(tmp_path, cluster=True) as server, server.client() as client:
+        client.execute_command("CLUSTER ADDSLOTS", *range(1 << 13))
+        client.execute_command("CLUSTER ADDSLOTS", *range(1 << 13, 1 << 14))
+        wait_for(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+        refused("Redis Cluster is not supported", open_target, server.url, publishing=True)
 
 
 def test_a_redis_stream_that_lost_its_end_is_reported(tmp_path, caplog):
