@@ -17,13 +17,13 @@ class Batch(Pipelineable):
         dense: float32 [B, N], N may be 0.
         sparse: ids of all sparse fields, keys in schema order, int32 values (int64 if a field has raw ids), int32
             lengths and offsets, stride B. Has float32 weights if, and only if, the schema has a weighted field.
-        label: float32 [B], or [B, T] of T > 1 tasks; 0 or 1, a rate between, NaN where unknown.
+        label: float32 [B], or [B, T] for T > 1 tasks; 0 or 1, a rate between, NaN where unknown.
         global_batch_size: samples over all ranks; B by default.
         time: int64 [B], Unix seconds; None if the data set has no time column.
         true_logit: float32 [B], logits of the true click probabilities; None if the data set has none, or the reader
             does not read them.
         weight: of samples, float32 [B], at least 0; None if the data set has none.
-        share: of the samples of a training step that the global batch has; below 1 where a step takes several batches.
+        share: share of the samples of a training step; below 1 where a step takes several batches.
     """
 
     dense: torch.Tensor
@@ -45,7 +45,7 @@ class Batch(Pipelineable):
         return self.time, self.true_logit, self.weight
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """Moves the batch to `device`; tensors already on it are shared, not copied."""
+        """Copies the batch to `device`; shares tensors that are there already."""
         return self._with_each(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
@@ -53,12 +53,12 @@ class Batch(Pipelineable):
         return self._with_each(lambda part: part.pin_memory())
 
     def _with_each(self, change: Callable[[Any], Any]) -> "Batch":
-        optional = (None if each is None else change(each) for each in self._optional)
+        optional = (None if column is None else change(column) for column in self._optional)
         parts = change(self.dense), change(self.sparse), change(self.label)
         return Batch(*parts, self.global_batch_size, *optional, share=self.share)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Prevents reuse of the memory until the current work of `stream` is done (CUDA only)."""
-        for each in (self.dense, self.sparse, self.label, *self._optional):
-            if each is not None:
-                each.record_stream(stream)
+        for part in (self.dense, self.sparse, self.label, *self._optional):
+            if part is not None:
+                part.record_stream(stream)

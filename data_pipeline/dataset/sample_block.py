@@ -1,6 +1,6 @@
 """A block of samples in memory, any selection of which becomes a `Batch`.
 
-Sizes: R samples, N dense fields, S single-valued sparse fields, B selected samples, V values of a list field.
+R samples, N dense fields, S single-valued sparse fields, B selected samples, V values of a list field.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -38,10 +38,7 @@ class Bags:
         return self.offsets[1:] - self.offsets[:-1]
 
     def take(self, index: torch.Tensor, total: int | None = None) -> "Bags":
-        """Selects the bags of the samples `index` [B], in that order, which may repeat.
-
-        `total` is the number of values of these bags; without it, the call waits for the device.
-        """
+        """Selects the bags of the samples `index` [B]; waits for the device unless `total`, their values, is known."""
         starts = self.offsets[index]
         lengths = self.offsets[index + 1] - starts
         offsets = _offsets(lengths)
@@ -52,11 +49,11 @@ class Bags:
         return Bags(self.values[source], offsets, weights)
 
     def by_position(self, most: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """The last ids of the samples by position, of which there are L = `most`, the last one for the newest id.
+        """Divides the last L = `most` ids by position, the last one for the newest id. Waits for the device.
 
         Returns:
-            The ids of the first position, of the second, and so on; their number at each position in each sample, 0 or
-            1, int32 [L * R]; and their number at each position. Waits for the device.
+            The ids of the first position, of the second, and so on; int32 [L * R], 1 where a sample has an id at a
+            position; and the number of ids at each position.
         """
         position = torch.arange(most, device=self.offsets.device)[:, None]
         present = position >= most - self.lengths
@@ -65,7 +62,7 @@ class Bags:
 
     @staticmethod
     def concat(parts: Sequence["Bags"], dtype: torch.dtype = torch.int32) -> "Bags":
-        """Concatenates bags; without any part, the result has no bag and values of `dtype`."""
+        """Concatenates bags; `dtype` is that of the values if there are no parts."""
         if not parts:
             return Bags(torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int64))
         weights = [part.weights for part in parts if part.weights is not None]
@@ -76,7 +73,6 @@ class Bags:
         )
 
     def to(self, device: torch.device | str) -> "Bags":
-        """Moves the bags to `device`."""
         weights = None if self.weights is None else self.weights.to(device)
         return Bags(self.values.to(device), self.offsets.to(device), weights)
 
@@ -87,7 +83,7 @@ class SampleBlock:
 
     Attributes:
         dense: float32 [R, N].
-        label: float32 [R], or [R, T] of T > 1 labels.
+        label: float32 [R], or [R, T] for T > 1 labels.
         ids: int32 [R, S], single-valued fields in schema order; int64 if the schema has raw ids.
         bags: list fields by name.
         time: int64 [R], Unix seconds, or None.
@@ -107,10 +103,9 @@ class SampleBlock:
         return len(self.label)
 
     def take(self, index: torch.Tensor, totals: Sequence[int] | None = None) -> "SampleBlock":
-        """Selects the samples `index`, int64 [B] on the same device, in that order.
+        """Selects the samples `index`, int64 [B] on the same device.
 
-        `totals` are the numbers of their values in each list field; without them, a block with list fields waits for
-        the device.
+        A block with list fields waits for the device unless `totals`, the numbers of their values by field, are known.
         """
         known: Sequence[int | None] = totals or [None] * len(self.bags)
         return SampleBlock(
@@ -118,17 +113,17 @@ class SampleBlock:
             self.label.index_select(0, index),
             self.ids.index_select(0, index),
             {name: bags.take(index, total) for (name, bags), total in zip(self.bags.items(), known, strict=True)},
-            *(None if each is None else each.index_select(0, index) for each in self._optional),
+            *(None if column is None else column.index_select(0, index) for column in self._optional),
         )
 
     def with_values_of(self, index: torch.Tensor, schema: Schema, fields: Collection[str]) -> "SampleBlock":
-        """Gives all samples the values that the samples `index`, int64 [R], have in some fields, named."""
+        """Gives all samples the values of the samples `index`, int64 [R], in the fields with these names."""
         singles = [field.name for field in schema.sparse if field.kind == "categorical"]
         dense, ids = self.dense.clone(), self.ids.clone()
         for columns, names in ((dense, [field.name for field in schema.dense]), (ids, singles)):
             chosen = [number for number, name in enumerate(names) if name in fields]
             columns[:, chosen] = columns[:, chosen][index]
-        bags = {name: each.take(index) if name in fields else each for name, each in self.bags.items()}
+        bags = {name: own.take(index) if name in fields else own for name, own in self.bags.items()}
         return replace(self, dense=dense, ids=ids, bags=bags)
 
     @property
@@ -137,17 +132,17 @@ class SampleBlock:
         return self.time, self.true_logit, self.weight
 
     def take_each(self, order: torch.Tensor, slices: Sequence[slice]) -> Iterator["SampleBlock"]:
-        """Yields `take(order[each])` for each slice; order is int64 [R] on the same device.
+        """Yields the samples at each slice of `order`, int64 [R] on the same device.
 
         A block with list fields waits for the device once, before the first selection; others never do.
         """
         totals = self._totals(order, slices) if self.bags else [[]] * len(slices)
-        for each, total in zip(slices, totals, strict=True):
-            yield self.take(order[each], total)
+        for part, total in zip(slices, totals, strict=True):
+            yield self.take(order[part], total)
 
     def _totals(self, order: torch.Tensor, slices: Sequence[slice]) -> list[list[int]]:
         """Returns the number of values of each list field in each slice of the order."""
-        bounds = torch.tensor([[each.start for each in slices], [each.stop for each in slices]], device=order.device)
+        bounds = torch.tensor([[part.start for part in slices], [part.stop for part in slices]], device=order.device)
         ends = torch.stack([_offsets(bags.lengths[order])[bounds.long()] for bags in self.bags.values()], -1)
         totals: list[list[int]] = (ends[1] - ends[0]).tolist()
         return totals
@@ -158,7 +153,7 @@ class SampleBlock:
         if len(parts) == 1:
             return parts[0]
         optional = zip(*(part._optional for part in parts), strict=True)
-        joined = [[each for each in columns if each is not None] for columns in optional]
+        joined = [[column for column in columns if column is not None] for columns in optional]
         return SampleBlock(
             torch.cat([part.dense for part in parts]),
             torch.cat([part.label for part in parts]),
@@ -171,22 +166,18 @@ class SampleBlock:
     def assemble(
         schema: Schema, total: int, parts: Iterable["SampleBlock"], device: torch.device | str
     ) -> "SampleBlock":
-        """Assembles blocks of `total` samples on `device`, in order.
-
-        Memory holds single-valued columns once, unlike `concat`.
-        """
+        """Assembles blocks of `total` samples on `device`; holds single-valued columns once, unlike `concat`."""
         singles = sum(field.kind == "categorical" for field in schema.sparse)
         dense = torch.empty((total, len(schema.dense)), dtype=torch.float32, device=device)
         tasks = (len(schema.labels),) if len(schema.labels) > 1 else ()
         label = torch.empty((total, *tasks), dtype=torch.float32, device=device)
         dtype = id_dtype(schema)
         ids = torch.empty((total, singles), dtype=dtype, device=device)
-        kinds = (
-            (schema.timed, torch.int64),
-            (schema.true_logits, torch.float32),
-            (schema.sample_weights, torch.float32),
-        )
-        optional = [torch.empty(total, dtype=kind, device=device) if has else None for has, kind in kinds]
+        given = (schema.timed, schema.true_logits, schema.sample_weights)
+        optional = [
+            torch.empty(total, dtype=kind, device=device) if has else None
+            for has, kind in zip(given, (torch.int64, torch.float32, torch.float32), strict=True)
+        ]
         bags: dict[str, list[Bags]] = {field.name: [] for field in schema.sparse if field.kind != "categorical"}
         stop = 0
         for block in parts:
@@ -199,14 +190,11 @@ class SampleBlock:
                     column[start:stop] = part
             for name, field_bags in bags.items():
                 field_bags.append(block.bags[name].to(device))
-        joined = {name: Bags.concat(each, dtype) for name, each in bags.items()}
+        joined = {name: Bags.concat(own, dtype) for name, own in bags.items()}
         return SampleBlock(dense, label, ids, joined, *optional)
 
     def batch(self, schema: Schema, global_batch_size: int) -> "Batch":
-        """Converts all samples to a batch.
-
-        Sets the number of ids of each field, which TorchRec would otherwise read from the device at every step.
-        """
+        """Converts all samples to a batch with the number of ids of each key, which TorchRec need not read then."""
         from .batch import Batch
 
         sparse = self._jagged(schema) if self.bags else self._one_id_each(schema)
@@ -216,10 +204,10 @@ class SampleBlock:
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
         lengths, offsets = _unit_bags(self.ids.numel(), self.ids.device)
-        keys = [each.name for each in schema.sparse]
+        keys = [field.name for field in schema.sparse]
         values = self.ids.t().contiguous().view(-1)
-        each = [len(self)] * len(keys)
-        return KeyedJaggedTensor(keys, values, lengths=lengths, offsets=offsets, stride=len(self), length_per_key=each)
+        count = [len(self)] * len(keys)
+        return KeyedJaggedTensor(keys, values, lengths=lengths, offsets=offsets, stride=len(self), length_per_key=count)
 
     def _jagged(self, schema: Schema) -> "KeyedJaggedTensor":
         """Builds the tensor of a schema with list fields.
@@ -252,7 +240,7 @@ class SampleBlock:
         return KeyedJaggedTensor(
             list(schema.keys),
             torch.cat(values),
-            weights=torch.cat([each for each in weights if each is not None]) if schema.is_weighted else None,
+            weights=torch.cat([weight for weight in weights if weight is not None]) if schema.is_weighted else None,
             lengths=torch.cat(lengths),
             stride=len(self),
             length_per_key=counts,
@@ -273,6 +261,6 @@ def _offsets(lengths: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _unit_bags(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns lengths and offsets of `count` bags of one value each; cached, because batches of a size share them."""
+    """Returns lengths and offsets of `count` bags of one value each, which batches of a size share."""
     ones = torch.ones(count, dtype=torch.int32, device=device)
     return ones, torch.arange(count + 1, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
 """The schema of a prepared data set: fields, splits and sources, stored in `schema.json`.
 
-A data set is a folder `schema.json` + `train/*.parquet` + `test/*.parquet` (+ `vocabulary/*.parquet`). The schema is
-written last, so a folder without it is not a data set.
+A data set is a folder of `schema.json`, `train/*.parquet`, `test/*.parquet`, and perhaps `vocabulary/*.parquet`. The
+schema is written last, so a folder without it is no data set.
 """
 
 import dataclasses
@@ -66,12 +66,12 @@ class DenseField:
         name: Parquet column.
         transform: "minmax": (x - minimum) / (maximum - minimum), 0 if both are equal; "log": log1p(max(x - minimum,
             0)); "none": x itself. In these a missing value is 0 before the transform. "quantile": `levels`,
-            interpolated linearly between `knots`; outside of them that of the nearest; 0 for a missing value.
-            "missing": 1 for a missing value, else 0.
+            interpolated linearly between `knots`, constant outside of them, and 0 for a missing value. "missing": 1 for
+            a missing value, else 0.
         minimum, maximum: range of the samples that the transform was fitted on, in raw units.
         source: the raw field.
         knots, levels: for "quantile": numbers in increasing order, and the normal score of each.
-        element: place of the number in the raw field's vectors; None if that field has one number.
+        element: place of the number in the vectors of the raw field; None if that field has one number.
     """
 
     name: str
@@ -89,7 +89,7 @@ class SparseField:
     """One id feature and the size of its embedding table.
 
     Attributes:
-        name: Parquet column, and key of the `KeyedJaggedTensor`; for those of a sequence see `keys`.
+        name: Parquet column, and key of the `KeyedJaggedTensor` unless the field is a sequence, see `keys`.
         kind: "categorical" (exactly one id per sample), "multi" (a list), "sequence" (a list whose order counts),
             "weighted" (a list with float weights).
         num_embeddings: rows of the table, including the two reserved ones; 0 if ids are raw and the trainer decides.
@@ -98,9 +98,9 @@ class SparseField:
             that the trainer assigns rows to, see `raw_ids`) or "synthetic".
         source: the raw field.
         bucketed: True if the ids are the logarithmic buckets of an integer column.
-        max_length: L, most ids of a sequence, which are its last ones; 0 for other kinds.
-        shares: of a sequence, the categorical field whose ids these are, and whose table they share; empty for none.
-        along: of a sequence, the one whose ids it describes one by one, of the same length; empty for none.
+        max_length: L, the number of last ids that a sequence keeps; 0 for other kinds.
+        shares: categorical field whose ids and table a sequence has; empty for none.
+        along: sequence of the same length whose ids a sequence describes one by one; empty for none.
     """
 
     name: str
@@ -125,26 +125,26 @@ class SparseField:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the `KeyedJaggedTensor`, with at most one id each for a sequence: those of its L positions.
+        """Keys of the `KeyedJaggedTensor`: for a sequence, those of its L positions, with at most one id each.
 
-        The last position has the newest id; shorter sequences lack the first ones.
+        The last position has the newest id; shorter sequences have no id at the first positions.
         """
         return tuple(f"{self.name}[{position}]" for position in range(self.max_length)) or (self.name,)
 
     @property
     def vocabulary(self) -> str:
-        """The field whose vocabulary and table this one uses: itself, or the one that it shares."""
+        """The field whose vocabulary and table this field uses."""
         return self.shares or self.name
 
 
 @dataclass(frozen=True)
 class Split:
-    """Size of one split.
+    """Size of one split, or of one shard.
 
     Attributes:
         rows: samples.
-        positives: sum of the labels, of each label: the samples with label 1, if there are no rates. Where samples have
-            weights, the labels are multiplied by them. None if the split has no labels (a test set for prediction).
+        positives: for each label, the sum of labels times sample weights, which is the number of positive samples
+            without weights and rates; None if labels are unknown, as in a test set for prediction.
         shards: samples of each Parquet file, in the order of their names.
         values: ids of each list field over all samples.
         weight: sum of the sample weights; None if samples have none.
@@ -162,12 +162,12 @@ class Split:
 
     @property
     def total(self) -> float:
-        """Sum of the sample weights, of which each is 1 if samples have none."""
+        """Sum of the sample weights, which are 1 by default."""
         return self.rows if self.weight is None else self.weight
 
     @property
     def labelled(self) -> bool:
-        """False if labels are unknown and stored as NaN: such a split can be predicted but not evaluated."""
+        """False if labels are unknown and stored as NaN, so that the split can be predicted but not evaluated."""
         return self.positives is not None
 
 
@@ -187,24 +187,23 @@ class Schema:
 
     Attributes:
         name: layout or generator of the data ("criteo", "avazu", "tabular", "synthetic").
-        dense, sparse: fields, in the order of `Batch.dense`'s columns and of the `KeyedJaggedTensor`'s `keys`.
+        dense, sparse: fields, in the order of the columns of `Batch.dense` and of the keys of `Batch.sparse`.
         splits: "train", "test" and possibly "validation".
         timed: True if every sample has a time, in the Parquet column `time`: int64, Unix seconds.
         true_logits: True if every sample has the logit of its true click probability, in the Parquet column
             `true_logit`: float32; for synthetic data.
         best: {"auc", "logloss", "expected_auc", "expected_logloss"} of the true probabilities on the test split, for
-            synthetic data; otherwise None. Older data sets lack the expected ones.
+            synthetic data.
         settings: configuration that the data set was made with, as plain JSON.
-        sources: raw files.
-        bad_rows: samples of the raw files that were left out, by what is wrong with them.
+        bad_rows: numbers of the bad samples that were left out, by reason.
         versions: versions of the libraries that wrote the data set.
         labels: names of the labels, one for each task; the Parquet columns are `label`, or of several labels
             `label_<name>`: float32, from 0 to 1, NaN where unknown.
         sample_weights: True if every sample has a weight, in the Parquet column `sample_weight`: float32, at least 0.
         numbered: True if every sample has its number over all raw files, in the Parquet column `sample_number`: int64.
-            Bad rows count, headers do not. Training does not read it.
+            Bad rows count, headers do not.
         kept: raw columns that predictions show beside the probability, in the Parquet columns `kept_<name>`: strings,
-            empty where missing. Training does not read them.
+            empty where missing.
         negative_fraction: share of the negative samples that the training split kept; 1 for all.
     """
 
@@ -232,64 +231,61 @@ class Schema:
         names = [*self.label_columns, *(KEPT_PREFIX + name for name in self.kept)]
         names += [TIME] * self.timed + [TRUE_LOGIT] * self.true_logits
         names += [SAMPLE_WEIGHT] * self.sample_weights + [SAMPLE_NUMBER] * self.numbered
-        names += [each.name for each in self.dense] + [each.name for each in self.sparse]
-        names += [each.name + WEIGHT_SUFFIX for each in self.sparse if each.kind == "weighted"]
+        names += [number.name for number in self.dense] + [ids.name for ids in self.sparse]
+        names += [field.name + WEIGHT_SUFFIX for field in self.sparse if field.kind == "weighted"]
         repeated = sorted(name for name, count in Counter(names).items() if count > 1)
         if repeated:
             raise UserError(f"column names must differ, but {repeated} occur more than once")
-        by_name = {each.name: each for each in self.sparse}
-        for each in self.sparse:
-            sequence = by_name.get(each.name.rpartition("[")[0])
-            if sequence and sequence.max_length and each.name in sequence.keys:
-                raise UserError(
-                    f"field {each.name!r} has the name of a sequence's position; give one of them another name"
-                )
-            owner = by_name.get(each.vocabulary)
-            if owner is None or (owner.num_embeddings, owner.encoding) != (each.num_embeddings, each.encoding):
-                raise UserError(f"field {each.name!r} shares {each.shares!r}, which is no field of the same size")
-            if each.along and not any((each.along, each.max_length) == (it.name, it.max_length) for it in self.sparse):
-                raise UserError(f"field {each.name!r} is along {each.along!r}, which is no sequence of this length")
+        by_name = {field.name: field for field in self.sparse}
+        for name, sparse in by_name.items():
+            sequence = by_name.get(name.rpartition("[")[0])
+            if sequence and sequence.max_length and name in sequence.keys:
+                raise UserError(f"field {name!r} has the name of a sequence's position; give one of them another name")
+            owner = by_name.get(sparse.vocabulary)
+            if owner is None or (owner.num_embeddings, owner.encoding) != (sparse.num_embeddings, sparse.encoding):
+                raise UserError(f"field {name!r} shares {sparse.shares!r}, which is no field of the same size")
+            if sparse.along and (sparse.along not in by_name or by_name[sparse.along].max_length != sparse.max_length):
+                raise UserError(f"field {name!r} is along {sparse.along!r}, which is no sequence of this length")
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the `KeyedJaggedTensor`: those of all sparse fields, in their order."""
-        return tuple(key for each in self.sparse for key in each.keys)
+        """Keys of the `KeyedJaggedTensor`."""
+        return tuple(key for field in self.sparse for key in field.keys)
 
     @property
     def label_columns(self) -> tuple[str, ...]:
-        """Parquet columns of the labels, in the order of `labels`."""
         return label_columns(self.labels)
 
     @property
     def logit_shift(self) -> float:
-        """What to add to the logits of a model that was trained on these samples, for all samples: log q.
+        """Number that corrects the logits of a model that was trained with a share q of the negatives: log q.
 
-        With a share q of the negatives kept, a click probability p in training is p / (p + (1 - p) / q) in truth (He et
-        al. 2014, "Practical lessons from predicting clicks on ads at Facebook", section 6.3), which in logits is log q.
+        A click probability p in training is p / (p + (1 - p) / q) in truth. Source: He et al. 2014, "Practical lessons
+        from predicting clicks on ads at Facebook", section 6.3.
         """
         return math.log(self.negative_fraction)
 
     def of_batches(self, *, true_logits: bool = False) -> "Schema":
-        """Returns the schema without the columns that batches do not have; they have true logits only if asked."""
+        """Returns the schema without the columns that batches lack; batches have true logits only if asked."""
         return replace(self, true_logits=self.true_logits and true_logits, numbered=False, kept=())
 
     @property
     def sequences(self) -> "dict[str, SparseField]":
         """The fields of kind "sequence", by name."""
-        return {each.name: each for each in self.sparse if each.kind == "sequence"}
+        return {field.name: field for field in self.sparse if field.kind == "sequence"}
 
     @property
     def is_weighted(self) -> bool:
-        """True if the `KeyedJaggedTensor` has weights: at least one field is weighted."""
-        return any(each.kind == "weighted" for each in self.sparse)
+        """True if the `KeyedJaggedTensor` has weights, because at least one field is weighted."""
+        return any(field.kind == "weighted" for field in self.sparse)
 
     @property
     def has_raw_ids(self) -> bool:
         """True if ids are int64, because at least one field has raw ids; otherwise they are int32."""
-        return any(each.encoding == "raw" for each in self.sparse)
+        return any(field.encoding == "raw" for field in self.sparse)
 
     def split(self, name: str) -> Split:
-        """Returns the split of that name. Raises ValueError naming the existing ones."""
+        """Returns a split. Raises ValueError if there is none of that name."""
         if name not in self.splits:
             raise UserError(f"no split {name!r} in data set {self.name!r}; it has {sorted(self.splits)}")
         return self.splits[name]
@@ -336,9 +332,9 @@ _LONGEST_NAME = 200
 
 
 def escaped_name(name: str) -> str:
-    """Returns a field's name as the name of a file and of a module of torch: different for different names.
+    """Returns a unique form of a field's name that can name a file and a module of torch.
 
-    Letters, digits, _ and - stay, other bytes of its UTF-8 become %XX; a long name is cut and gets its digest.
+    Letters, digits, _ and - stay, other bytes of the UTF-8 become %XX; a long name is cut and gets a digest.
     """
     escaped = re.sub("[.~]", lambda found: f"%{ord(found[0]):02X}", quote(name, safe="")) or "%"
     if len(escaped) <= _LONGEST_NAME:
@@ -352,13 +348,12 @@ def vocabulary_file(folder: Path, field: str) -> Path:
 
 
 def label_columns(labels: Sequence[str]) -> tuple[str, ...]:
-    """Returns the Parquet columns of labels."""
     return (LABEL,) if len(labels) == 1 else tuple(LABEL_PREFIX + name for name in labels)
 
 
 @cache
 def _adapter() -> TypeAdapter[Schema]:
-    """The validator of schemas; pydantic takes tens of milliseconds to build one."""
+    """Returns the validator of schemas, which pydantic takes tens of milliseconds to build."""
     return TypeAdapter(Schema)
 
 

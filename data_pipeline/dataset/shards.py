@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +37,6 @@ from .schema import (
     Split,
 )
 
-WEIGHT_LIST = pa.list_(pa.float32())
-
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +46,7 @@ def shard_path(data_dir: Path, split: str, number: int) -> Path:
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """Returns the Parquet columns of a data set: those of samples, then dense fields, sparse fields (and weights)."""
+    """Returns the Parquet columns of a data set: those of samples, dense fields, sparse fields (and weights)."""
     columns = [(name, pa.float32()) for name in schema.label_columns]
     columns += [(SAMPLE_WEIGHT, pa.float32())] if schema.sample_weights else []
     columns += [(TIME, pa.int64())] if schema.timed else []
@@ -61,7 +58,7 @@ def arrow_schema(schema: Schema) -> pa.Schema:
         ids = pa.int64() if field.encoding == "raw" else pa.int32()
         columns.append((field.name, ids if field.kind == "categorical" else pa.list_(ids)))
         if field.kind == "weighted":
-            columns.append((field.name + WEIGHT_SUFFIX, WEIGHT_LIST))
+            columns.append((field.name + WEIGHT_SUFFIX, pa.list_(pa.float32())))
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
 
 
@@ -72,7 +69,7 @@ def load_shards(
 
     Raises:
         ValueError: a shard is missing or damaged, differs from the schema in columns, types or size, or has an id
-            outside [0, num_embeddings); the message names the file, the column and the value.
+            outside [0, num_embeddings).
         OSError: the data set is a copy of one in an object store, which does not answer.
     """
     sizes = {shard_path(data_dir, split, number): schema.split(split).shards[number] for number in numbers}
@@ -94,24 +91,23 @@ def load_shards(
 
 
 def read_columns(data_dir: Path, schema: Schema, split: str, names: Sequence[str]) -> pa.Table:
-    """Reads columns of a split, without the checks of ids. Raises ValueError: see `shard_columns`."""
-    expected = pa.schema([each for each in arrow_schema(schema) if each.name in names])
+    """Reads columns of a split, without the checks of ids; see `shard_columns`."""
+    expected = pa.schema([column for column in arrow_schema(schema) if column.name in names])
     return pa.concat_tables([expected.empty_table(), *shard_columns(data_dir, schema, split, names)])
 
 
 def shard_columns(data_dir: Path, schema: Schema, split: str, names: Sequence[str]) -> Iterator[pa.Table]:
     """Yields columns of each shard of a split in order, without the checks of ids.
 
-    Raises:
-        ValueError: a shard is missing or damaged, or differs from the schema in these columns or in size.
+    Raises ValueError if a shard is missing or damaged, or differs from the schema in these columns or in size.
     """
-    expected = pa.schema([each for each in arrow_schema(schema) if each.name in names])
+    expected = pa.schema([column for column in arrow_schema(schema) if column.name in names])
     for number, size in enumerate(schema.split(split).shards):
         yield _read(shard_path(data_dir, split, number), schema, size, expected).cast(expected)
 
 
 def block_from_table(table: pa.Table, schema: Schema, path: Path | str) -> SampleBlock:
-    """Converts a table with the columns of `arrow_schema` to a `SampleBlock`; `path` is for messages.
+    """Converts a table with the columns of `arrow_schema`; `path` is for messages.
 
     Raises ValueError if a value is null, or a list of weights differs in length from its list of ids.
     """
@@ -129,7 +125,6 @@ def block_from_table(table: pa.Table, schema: Schema, path: Path | str) -> Sampl
 
 
 def _read(path: Path, schema: Schema, size: int, expected: pa.Schema) -> pa.Table:
-    """Reads the expected columns of a shard; raises ValueError if they or its size differ from the schema."""
     with _opened(path, schema) as file:
         _check_columns(path, file.schema_arrow, expected)
         # A column that is called `a` stands for those called `a.b` as well.
@@ -169,7 +164,7 @@ def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
 
 
 def _check_ids(path: Path, field: SparseField, column: pa.ChunkedArray) -> None:
-    """Rejects ids outside their table, which would access foreign memory in FBGEMM; raw ids have no table."""
+    """Refuses ids outside their table, with which FBGEMM would access foreign memory; raw ids have no table."""
     if field.encoding == "raw":
         return
     for chunk in column.chunks:
@@ -183,7 +178,7 @@ def _check_ids(path: Path, field: SparseField, column: pa.ChunkedArray) -> None:
 
 
 def _stacked(table: pa.Table, names: Sequence[str], dtype: type, path: Path | str) -> torch.Tensor:
-    """Stacks flat columns: a transposed view, [samples, len(names)], of one copy of Arrow's buffers."""
+    """Stacks flat columns to [samples, columns], a transposed view of one copy of Arrow's buffers."""
     columns = np.empty((len(names), table.num_rows), dtype)
     for name, target in zip(names, columns, strict=True):
         column = table[name]
@@ -227,8 +222,8 @@ PARTIAL, REPLACED = ".partial-", ".replaced-"
 def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
     """Creates a folder that becomes `output` at the end of the block, or is removed on an exception.
 
-    It is `<output>.partial-<process id>`, on the same disk: if `output` is a link, that of the folder it points to. A
-    killed process leaves one behind; the next call for the same `output` removes it with a warning.
+    The folder is `<output>.partial-<process id>`, beside the folder that `output` points to if it is a link. A killed
+    process leaves a folder behind; the next call for the same `output` removes it with a warning.
 
     Raises:
         ValueError: `output` exists and is not empty (with `overwrite`: and is no data set, or has other files too), is
@@ -255,7 +250,7 @@ def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> It
 
 
 def _clear_leftovers(final: Path) -> None:
-    """Removes the folders of killed processes, and restores a data set that one had moved but not replaced."""
+    """Removes the folders of killed processes, and restores a data set that one moved but did not replace."""
     for left in _named_by_process(final, PARTIAL):
         process = left.name.rpartition("-")[2]
         busy = f"{final} is being written by process {process}, in {left}; wait until it is done, or end it"
@@ -273,7 +268,7 @@ def _clear_leftovers(final: Path) -> None:
 
 def _named_by_process(final: Path, separator: str) -> list[Path]:
     found = final.parent.glob(f"{glob.escape(final.name)}{separator}*")
-    return sorted(each for each in found if each.name.removeprefix(final.name + separator).isdecimal())
+    return sorted(path for path in found if path.name.removeprefix(final.name + separator).isdecimal())
 
 
 def _check_target(final: Path, overwrite: bool) -> None:
@@ -284,19 +279,19 @@ def _check_target(final: Path, overwrite: bool) -> None:
     if not overwrite:
         raise UserError(f"{final} exists and is not empty; choose another folder or remove it (prepare: --overwrite)")
     files = final.rglob("*") if final.is_dir() else ()
-    check_replaceable(str(final), {str(each.relative_to(final)) for each in files if not each.is_dir()})
+    check_replaceable(str(final), {str(path.relative_to(final)) for path in files if not path.is_dir()})
 
 
 _FILES = re.compile(
     rf"{re.escape(SCHEMA_FILE)}|(train|validation|test)/\d+\.parquet|{VOCABULARY_FOLDER}/[^/]+\.parquet"
 )
-"""The names of a data set's files."""
+"""Names of the files of a data set."""
 
 
 def check_replaceable(place: str, names: Collection[str]) -> None:
-    """Raises ValueError unless the files in a folder are those of a data set, and no others would be deleted.
+    """Raises ValueError unless all files in a folder are those of a data set.
 
-    An interrupted upload to an object store lacks the schema, which is the last one.
+    An interrupted upload to an object store lacks the schema, which is the last file.
     """
     partial = is_remote(place) and all(map(_FILES.fullmatch, names))
     if SCHEMA_FILE not in names and not partial:
@@ -342,25 +337,10 @@ def disk_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class ShardSize:
-    """Size of a shard: samples, sum of the labels and weights as in `Split`, ids of each list field."""
-
-    rows: int
-    positives: tuple[int | float, ...]
-    values: dict[str, int]
-    weight: float | None = None
-
-    @property
-    def total(self) -> float:
-        """Sum of the sample weights, of which each is 1 if samples have none."""
-        return self.rows if self.weight is None else self.weight
-
-
-def write_shard(path: Path, table: pa.Table, labels: Sequence[str]) -> ShardSize:
+def write_shard(path: Path, table: pa.Table, labels: Sequence[str]) -> Split:
     """Writes a Parquet file with the columns of `arrow_schema` atomically; equal samples give equal bytes.
 
-    `labels` are the schema's `label_columns`.
+    `labels` are the schema's `label_columns`. Returns the size of the shard.
     """
     # One chunk per column: chunk boundaries would otherwise change the pages of the file.
     table = table.combine_chunks()
@@ -371,29 +351,30 @@ def write_shard(path: Path, table: pa.Table, labels: Sequence[str]) -> ShardSize
     lists = [field.name for field in table.schema if pa.types.is_list(field.type)]
     lists = [name for name in lists if not name.endswith(WEIGHT_SUFFIX)]
     weight = table[SAMPLE_WEIGHT].to_numpy() if SAMPLE_WEIGHT in table.column_names else None
-    return ShardSize(
+    return Split(
         table.num_rows,
         tuple(_positives(table[name].to_numpy(), weight) for name in labels),
+        (table.num_rows,),
         {name: sum(len(chunk.flatten()) for chunk in table[name].chunks) for name in lists},
         None if weight is None else float(weight.sum(dtype=np.float64)),
     )
 
 
 def _positives(label: np.ndarray, weight: np.ndarray | None) -> int | float:
-    """Returns the sum of labels that are known, float32 [R], times their weights; an int where it is a whole number."""
+    """Returns the sum of the known labels, float32 [R], times their weights; an int if it is a whole number."""
     weighted = np.nan_to_num(label, nan=0.0).astype(np.float64) * (1.0 if weight is None else weight)
     found = float(weighted.sum())
     return int(found) if found.is_integer() else found
 
 
-def size_of_split(shards: Sequence[ShardSize], schema: Schema, *, labelled: bool) -> Split:
-    """Sums the sizes of shards, in order, to the size of a split; uses only the columns of the schema."""
+def size_of_split(shards: Sequence[Split], schema: Schema, *, labelled: bool) -> Split:
+    """Returns the size of a split from those of its shards, in order."""
     lists = [field.name for field in schema.sparse if field.kind != "categorical"]
-    positives = tuple(sum(each.positives[task] for each in shards) for task in range(len(schema.labels)))
+    positives = [shard.positives or () for shard in shards]
     return Split(
-        sum(each.rows for each in shards),
-        positives if labelled else None,
-        tuple(each.rows for each in shards),
-        {name: sum(each.values[name] for each in shards) for name in lists},
-        sum(each.weight or 0.0 for each in shards) if schema.sample_weights else None,
+        sum(shard.rows for shard in shards),
+        tuple(sum(own[task] for own in positives) for task in range(len(schema.labels))) if labelled else None,
+        tuple(shard.rows for shard in shards),
+        {name: sum(shard.values[name] for shard in shards) for name in lists},
+        sum(shard.weight or 0.0 for shard in shards) if schema.sample_weights else None,
     )

@@ -1,4 +1,4 @@
-"""Tables of named rules and of remarks on a column: the first rule that holds decides what the column holds."""
+"""What a column holds: tables of named rules, of which the first that holds decides, of remarks, and of names."""
 
 import math
 import re
@@ -12,8 +12,30 @@ from ..raw.columns import AROUND_VECTORS
 from ..raw.layouts import RawKind
 from ..raw.lists import BLANKS, items_of, weights_of
 from ..raw.values import EXACT_INTEGERS, LOOKS_MISSING, NUMBER_PATTERN
-from .names import AMOUNT_NAME, ID_NAME, TIME_NAME, WEIGHT_NAMES
 from .times import TimeForm, form_of
+
+LABEL_NAMES = ("label", "click", "clk", "clicks", "clicked", "is_click", "target", "y", "converted", "conversion",
+               "is_conversion", "purchase", "purchased", "buy", "bought", "like", "liked", "response", "class",
+               "rating")  # fmt: skip
+POSITIVE = ("yes", "y", "true", "t", "positive", "pos", "click", "clicked", "converted", "conversion", "purchase",
+            "purchased", "buy", "bought", "like", "liked", "paid", "won", "success", "accepted",
+            "subscribed")  # fmt: skip
+NEGATION = r"(no|not|non|un|never)[\s_-]*"
+WEIGHT_NAMES = ("weight", "weights", "sample_weight", "sample_weights")
+
+ID_NAME = re.compile(
+    r"(^|_|\b)(?i:(id|uid|gid|code|zip|zipcode|type|category|cat|gender|key|hash|ip|hour|day|month)s?"
+    r"|(user|item|product|movie|ad|campaign|advertiser|device|customer|shop|store|brand|city|country|region|site|app"
+    r"|visitor|session|member|client|account|song|artist|book|author|video|publisher|adgroup|segment|seg)(ids?)?)$"
+    r"|(?<=[a-z0-9])(Id|ID)s?$"
+)
+AMOUNT_NAME = re.compile(
+    r"(^|_)(num|nb|n|no_of|per|count|total|sum|avg|mean|amount|spend|price|cost|since)_|(hour|day|month)s?$", re.I
+)
+"""Of a number of what follows, of an amount for each, or of a span of time: names of ids that may be amounts."""
+TOTAL_NAME = re.compile(r"(^|_)(imps?|impressions?|exposures?|displays?|shows?)$", re.I)
+"""Of the samples that a row of counts stands for."""
+TIME_NAME = re.compile(r"(time|date|stamp|^ts$|_at$|^at$)", re.I)
 
 SEPARATORS = "|;,^ "
 BRACKETS = ("[]", "{}", "()")
@@ -46,12 +68,11 @@ class Remark(NamedTuple):
 
 
 def unsure(text: str) -> Remark:
-    """Returns a remark on what the reader should check."""
     return Remark(text, unsure=True)
 
 
 class JoinedList(NamedTuple):
-    """How values that are lists are written: keys of the field, and the number of distinct parts."""
+    """How lists are written: keys of the field, and the number of distinct parts."""
 
     kind: RawKind
     keys: dict[str, Any]
@@ -64,10 +85,8 @@ class Column:
     """The first values of a column, and what can be seen of them.
 
     Attributes:
-        name: name of the column.
         values: the values as text, empty where missing; None if they have no text.
-        said: what the column's type says, see `RawSample`.
-        scope: what the values are of, in words, where they are not all; empty otherwise.
+        said, scope: see `RawSample.types` and `RawSample.scope`.
     """
 
     name: str
@@ -82,12 +101,11 @@ class Column:
 
     @cached_property
     def known(self) -> list[str]:
-        """The values that are not missing."""
         return [text for text in self.values if text and text not in self.markers]
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """Occurrences of each distinct value; missing ones are left out."""
+        """Occurrences of each distinct value that is not missing."""
         return Counter(self.known)
 
     @cached_property
@@ -96,12 +114,10 @@ class Column:
 
     @property
     def count(self) -> int:
-        """Number of distinct values."""
         return len(self.distinct)
 
     @property
     def rows(self) -> int:
-        """Number of values that are not missing."""
         return len(self.known)
 
     @property
@@ -111,7 +127,7 @@ class Column:
 
     @property
     def missing(self) -> float:
-        """Share of missing values; values without text are none."""
+        """Share of missing values; values without text count as present."""
         return 1 - (len(self.known) + self.values.count(None)) / max(len(self.values), 1)
 
     @cached_property
@@ -144,7 +160,7 @@ class Column:
 
     @cached_property
     def too_large(self) -> bool:
-        """True if values are integers that float64 does not hold exactly."""
+        """True if values are integers that float64 cannot hold exactly."""
         return self.integers and max(map(abs, self.numbers)) >= EXACT_INTEGERS[64]
 
     @property
@@ -158,12 +174,12 @@ class Column:
 
     @property
     def repeated(self) -> bool:
-        """True if values recur; in the first rows of a file, ids may be rare that are frequent in all of it."""
+        """True if values recur; ids that are rare in the first rows of a file may be frequent in all of it."""
         return len(self.distinct) <= (0.9 if self.scope else 0.5) * len(self.known)
 
     @cached_property
     def odd_numbers(self) -> list[str]:
-        """Distinct values that are numbers to people alone, if nearly all are numbers to people."""
+        """Distinct values that only people read as numbers, if people read nearly all values as numbers."""
         noted = [text for text in self.distinct if NOTATION.fullmatch(text)]
         odd = [text for text in noted if not NUMBER_PATTERN.fullmatch(text)]
         return odd if len(noted) > 0.95 * len(self.distinct) and len(odd) > 0.05 * len(self.distinct) else []
@@ -171,17 +187,16 @@ class Column:
     @cached_property
     def joined(self) -> JoinedList | None:
         """How the values are joined, if they are lists, by the separator that leaves the fewest distinct parts."""
-        found = [each for each in map(self._joined_by, SEPARATORS) if each]
-        return max(found, key=lambda each: each.gain) if found else None
+        return max(filter(None, map(self._joined_by, SEPARATORS)), key=lambda lists: lists.gain, default=None)
 
     @property
     def joined_keys(self) -> Mapping[str, Any]:
-        """Keys of a field of such lists."""
+        """Keys of a field of joined lists."""
         return self.joined.keys if self.joined else {}
 
     @cached_property
     def bracketed(self) -> JoinedList | None:
-        """How the values are lists or weights in brackets, if they are."""
+        """How the values are lists or weights in brackets; None if they are not."""
         if not self.known or not all(text.strip()[:1] + text.strip()[-1:] in BRACKETS for text in self.distinct):
             return None
         for kind, read in KINDS_IN_BRACKETS.items():
@@ -194,7 +209,7 @@ class Column:
         return None
 
     def parts(self, separator: str) -> frozenset[str]:
-        """The distinct ids of values that are lists joined in text."""
+        """The distinct ids of lists that are joined in text."""
         return frozenset(part.strip(BLANKS) for text in self.distinct for part in text.split(separator))
 
     def _joined_by(self, separator: str) -> JoinedList | None:
@@ -215,15 +230,15 @@ class Column:
 
     @cached_property
     def vector_keys(self) -> Mapping[str, Any]:
-        """Keys of a field of vectors, if the values are such: lists, or text of several numbers with decimals."""
+        """Keys of a field of vectors, if the values are lists, or text of several numbers with decimals."""
         if self.said.startswith(VECTORS):
             return {"width": int(self.said.removeprefix(VECTORS))}
         for separator in ",|; " if self.said in ("", "id") and self.known else "":
             around = (text.strip(AROUND_VECTORS) for text in self.distinct)
             vectors = [text.split(None if separator == " " else separator) for text in around]
-            if len(widths := {len(each) for each in vectors}) > 1 or widths == {1}:
+            if len(widths := set(map(len, vectors))) > 1 or widths == {1}:
                 continue
-            numbers = [number.strip() for each in vectors for number in each]
+            numbers = [number.strip() for vector in vectors for number in vector]
             if all(map(NUMBER_PATTERN.fullmatch, numbers)) and not all(map(WHOLE.fullmatch, numbers)):
                 return {"width": widths.pop(), "separator": separator}
         return {}
@@ -240,11 +255,10 @@ class Rule:
     """One kind of column.
 
     Attributes:
-        name: name of the rule.
         holds: whether a column is of this kind.
         kind: kind of the field; empty for a column that is better left out.
         why: the remark, in which `{c.NAME}` is an attribute of the column.
-        unsure: whether the reader should check it.
+        unsure: whether the reader should check the remark.
         keys: further keys of the field.
         also_ids: True for integers that may be ids, which get a second field.
     """
@@ -359,15 +373,10 @@ REMARKS = (
 
 @dataclass(frozen=True)
 class Guess:
-    """What a column probably is.
+    """What a column probably is: the rule that decided, its results, and all remarks.
 
     Attributes:
-        column: the column.
-        rule: name of the rule that decided.
         kind: kind of the field; empty for a column that is better left out.
-        keys: further keys of the field.
-        remarks: what speaks for the guess, and what is unsure.
-        also_ids: True for a numeric field whose integers may be ids, which get a second field.
         is_time: True if nearly all rows have a time in the column.
     """
 
@@ -384,5 +393,5 @@ def guess_column(column: Column) -> Guess:
     """Returns the guess of the first rule that holds for a column, with all further remarks that hold."""
     rule = next(rule for rule in RULES if rule.holds(column))
     remarks = [Remark(rule.why.format(c=column), rule.unsure)]
-    remarks += [Remark(each.text.format(c=column), each.unsure) for each in REMARKS if each.holds(column, rule)]
+    remarks += [Remark(other.text.format(c=column), other.unsure) for other in REMARKS if other.holds(column, rule)]
     return Guess(column, rule.name, rule.kind, rule.keys(column), tuple(remarks), rule.also_ids, rule.name == "times")

@@ -22,9 +22,8 @@ from ..raw.layouts import unescaped
 from ..raw.reading import look, naming_file, open_groups
 from ..raw.tables import flattened, require_offsets
 from ..raw.text import BYTE_ORDER_MARK, RawText
-from ..raw.values import LOOKS_MISSING, NUMBER_PATTERN, as_id_text, plain_array, with_point
-from .columns import VECTORS
-from .names import ID_NAME, LABEL_NAMES, TIME_NAME
+from ..raw.values import LOOKS_MISSING, NUMBER_PATTERN, as_id_text, is_text, plain_array, with_point
+from .columns import ID_NAME, LABEL_NAMES, TIME_NAME, VECTORS
 
 SAMPLE_BYTES = 8 << 20
 SAMPLE_ROWS = 50_000
@@ -43,16 +42,15 @@ class RawSample:
 
     Attributes:
         columns: names, possibly repeated; invented if the file has no header.
-        rows: values as text, empty where null; None for a list.
-        delimiter, quote, header, encoding, decimal: as in a schema file; of Parquet and Arrow files the defaults.
-            Numbers of `rows` have a decimal point.
+        rows: values as text, empty where null, None for a list; their numbers have a decimal point.
+        delimiter, quote, header, encoding, decimal: as in a schema file; the defaults for Parquet and Arrow files.
         notes: what is unsure.
-        types: what the types of columns say: "time", "id", a kind of lists, `VECTORS` with a width, or a type that has
-            neither numbers nor ids.
+        types: what the types of columns say: "time", "id", a kind of lists, `VECTORS` with a width, or that the values
+            are not read.
         path: the file, the first one of a folder.
         whole: True if these are all rows of the only file.
         is_text: whether delimiter, quote, header and encoding mean something for the file.
-        partition: further columns that the folders of all files give, with a value of each file, see `partition_of`.
+        partition: further columns that the folders of all files give, with a value for each file, see `partition_of`.
     """
 
     columns: tuple[str, ...]
@@ -71,16 +69,14 @@ class RawSample:
 
     @property
     def scope(self) -> str:
-        """What the rows are, in words, if they are not all; empty otherwise."""
+        """What the rows are, in words; empty if they are all."""
         return "" if self.whole else f" in the first {len(self.rows):,} rows"
 
 
 def read_sample(path: str | os.PathLike[str], label: str = "", delimiter: str = "") -> RawSample:
     """Reads the first rows of a file, or of the first one of a folder; a first line with the label's name is a header.
 
-    The `delimiter` of text is found if none is given.
-
-    Raises ValueError if the file cannot be read, or is text without columns.
+    The `delimiter` of text is found if it is empty. Raises ValueError if the file cannot be read or has no columns.
     """
     files = find_inputs([os.fspath(path)])
     source, types = look(files[0])
@@ -88,8 +84,8 @@ def read_sample(path: str | os.PathLike[str], label: str = "", delimiter: str = 
         found = _json_sample(source.path, label)
     else:
         found = _text_sample(source.path, label, delimiter) if types is None else _table_sample(source, types, label)
-    values = [dict(partition_of(file)) for file in files]
-    partition = {name: [each.get(name) or "" for each in values] for name in values[0] if name not in found.columns}
+    given = [dict(partition_of(file)) for file in files]
+    partition = {name: [own.get(name) or "" for own in given] for name in given[0] if name not in found.columns}
     return replace(
         found,
         path=source.path,
@@ -110,34 +106,33 @@ def _table_sample(source: Source, types: pa.Schema, label: str) -> RawSample:
     table = flattened(pa.Table.from_batches(batches, batches[0].schema if batches else types)).slice(0, SAMPLE_ROWS)
     columns = [_texts(column) for column in table.columns]
     values = dict(zip(table.column_names, table.columns, strict=True))
-    said = {each.name: _said(each.type, values[each.name]) for each in types}
+    said = {column.name: _said(column.type, values[column.name]) for column in types}
     # Text beside numbers is no number. Where no field is one, whoever wrote the file may have kept no types.
-    of_fields = [each.type for each in types if each.name != label and each.name.lower() not in LABEL_NAMES]
-    keeps_types = any(map(_is_number, of_fields))
+    keeps_types = any(_is_number(column.type) for column in types if not _is_label(column.name, label))
     by_pandas = (types.pandas_metadata or {}).get("columns", ())  # Parquet keeps categories of text alone
-    categories = {each.get("field_name") for each in by_pandas if each.get("pandas_type") == "categorical"}
-    for each in types:
-        if each.name in categories or pa.types.is_dictionary(each.type) or (keeps_types and _is_text(each.type)):
-            said[each.name] = said[each.name] or "id"
+    categories = {column.get("field_name") for column in by_pandas if column.get("pandas_type") == "categorical"}
+    for name, kind in zip(types.names, types.types, strict=True):
+        if name in categories or pa.types.is_dictionary(kind) or (keeps_types and is_text(kind)):
+            said[name] = said[name] or "id"
     return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)), types=said, whole=rows <= SAMPLE_ROWS)
+
+
+def _is_label(name: str, label: str) -> bool:
+    return name == label or name.lower() in LABEL_NAMES
 
 
 def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
-
-
 def _said(kind: pa.DataType, values: pa.ChunkedArray) -> str:
-    """What a type says of its values, see `RawSample`; "" if only these do."""
+    """Returns what a type says of its values, see `RawSample`; "" if it says nothing."""
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return "time"
     if pa.types.is_map(kind) and _are_ids(kind.key_type) and _is_number(kind.item_type):
         return "weighted"
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        types = {each.name: each.type for each in kind.value_type} if pa.types.is_struct(kind.value_type) else {}
+        types = {part.name: part.type for part in kind.value_type} if pa.types.is_struct(kind.value_type) else {}
         if {"id", "weight"} <= types.keys() and _are_ids(types["id"]) and _is_number(types["weight"]):
             return "weighted"
         if not types and _are_ids(kind.value_type):
@@ -146,7 +141,7 @@ def _said(kind: pa.DataType, values: pa.ChunkedArray) -> str:
 
 
 def _said_of_floats(kind: pa.DataType, values: pa.ChunkedArray) -> str:
-    """What lists of floats are: ids if all are whole, and otherwise vectors if all have one width."""
+    """Returns what lists of floats are: ids if all are whole, else vectors if all lists have one width."""
     if pa.types.is_fixed_size_list(kind):
         return f"{VECTORS}{kind.list_size}"
     numbers = pc.list_flatten(values).cast(pa.float32() if pa.types.is_float16(kind.value_type) else kind.value_type)
@@ -163,7 +158,7 @@ def _are_ids(kind: pa.DataType) -> bool:
 
 
 def _texts(column: pa.ChunkedArray) -> list[str | None]:
-    """Values as text; None where they have none, such as lists and bytes that are no UTF-8."""
+    """Returns values as text; None for lists and for bytes that are no UTF-8."""
     try:
         found = [_text(plain_array(chunk)).to_pylist() for chunk in column.chunks]
         return ["" if value is None else value for values in found for value in values]
@@ -172,7 +167,7 @@ def _texts(column: pa.ChunkedArray) -> list[str | None]:
 
 
 def _text(values: pa.Array) -> pa.Array:
-    """Values as text: numbers without exponents, where they are whole, as in the ids that they become."""
+    """Returns values as text; whole numbers have no exponents, as in the ids that they become."""
     ids = as_id_text(values) if _is_number(values.type) else None
     return values.cast(pa.string()) if ids is None else ids[0]
 
@@ -199,14 +194,14 @@ def _beginning(path: str) -> tuple[bytes, bool]:
 def _json_sample(path: str, label: str) -> RawSample:
     data, complete = _beginning(path)
     lines = [line for line in data.split(b"\n") if line.strip()]
-    objects = [each for each in parsed_lines(lines[:SAMPLE_ROWS]) if isinstance(each, dict)]
+    objects = [sample for sample in parsed_lines(lines[:SAMPLE_ROWS]) if isinstance(sample, dict)]
     if not objects:
         raise UserError(f"{path}: none of its first lines is a JSON object")
     columns = _columns(objects)
     said = {name: _said_by(values) for name, values in columns.items()}
-    keeps_types = any(said[name] == "number" for name in columns if name != label and name.lower() not in LABEL_NAMES)
-    types = {name: "id" if each == "text" and keeps_types else each for name, each in said.items()}
-    types = {name: "" if each in ("number", "text") else each for name, each in types.items()}
+    keeps_types = any(said[name] == "number" for name in columns if not _is_label(name, label))
+    meaning = {"number": "", "text": "id" if keeps_types else ""}
+    types = {name: meaning.get(kind, kind) for name, kind in said.items()}
     malformed = len(lines[:SAMPLE_ROWS]) - len(objects)
     notes = (f"{malformed} lines of the sample are no JSON objects",) * bool(malformed)
     rows = list(zip(*([_json_text(value) for value in values] for values in columns.values()), strict=True))
@@ -215,15 +210,15 @@ def _json_sample(path: str, label: str) -> RawSample:
 
 
 def _columns(objects: Sequence[Mapping[str, Any] | None]) -> dict[str, list[Any]]:
-    """Returns the values of each column of objects, those within objects too, unless these are weights by id."""
-    names = dict.fromkeys(name for each in objects for name in each or ())
+    """Returns the values of each column of objects, and of objects within them, unless these are weights by id."""
+    names = dict.fromkeys(name for sample in objects for name in sample or ())
     found: dict[str, list[Any]] = {}
     for name in names:
-        values = [each and each.get(name) for each in objects]
-        given = [each for each in values if each is not None]
-        if given and all(isinstance(each, dict) for each in given) and not _are_maps(given):
-            inner = _columns([each or None for each in values]).items()
-            found |= {f"{name}.{key}": each for key, each in inner if f"{name}.{key}" not in names}
+        values = [sample and sample.get(name) for sample in objects]
+        given = [value for value in values if value is not None]
+        if given and all(isinstance(value, dict) for value in given) and not _are_maps(given):
+            inner = _columns([value or None for value in values]).items()
+            found |= {f"{name}.{key}": within for key, within in inner if f"{name}.{key}" not in names}
         else:
             found[name] = values
     return found
@@ -231,35 +226,34 @@ def _columns(objects: Sequence[Mapping[str, Any] | None]) -> dict[str, list[Any]
 
 def _are_maps(objects: Sequence[Mapping[str, Any]]) -> bool:
     """True if the keys of objects differ so much that they are no names of columns."""
-    keys = {key for each in objects for key in each}
+    keys = {key for sample in objects for key in sample}
     return (2 if _have_numbers(objects) else 20) * sum(map(len, objects)) < len(keys) * len(objects)
 
 
 def _have_numbers(objects: Sequence[Mapping[str, Any]]) -> bool:
-    return all(type(value) in (int, float) for each in objects for value in each.values())
+    return all(type(value) in (int, float) for sample in objects for value in sample.values())
 
 
 def _said_by(values: Sequence[Any]) -> str:
-    """What the types of JSON values say: "number", "text", or as in `RawSample`."""
-    types = {type(each) for each in values if each is not None}
+    """Returns what the types of JSON values say: "number", "text", or as in `RawSample`."""
+    types = {type(value) for value in values if value is not None}
     if types <= {int, float, bool}:
         return "number" if types - {bool} else ""
     if types == {dict}:
-        return "weighted" if _have_numbers([each for each in values if each]) else "objects, which are not read"
+        return "weighted" if _have_numbers([value for value in values if value]) else "objects, which are not read"
     if not types & {list, dict}:
         return "text"
     try:
-        found = pa.array([each for each in values if each])
+        found = pa.array([value for value in values if value])
         return _said(found.type, pa.chunked_array([found]))
     except pa.ArrowInvalid:
-        of_scalars = all(
-            not isinstance(item, (list, dict)) for each in values if isinstance(each, list) for item in each
-        )
+        items = [item for value in values if isinstance(value, list) for item in value]
+        of_scalars = not any(isinstance(item, (list, dict)) for item in items)
         return "multi" if of_scalars and dict not in types else "values of several types, which are not read"
 
 
 def _json_text(value: Any) -> str | None:
-    """A value of JSON as text; None if it has none."""
+    """Returns a value of JSON as text; None for lists and objects."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, (list, dict)):
@@ -312,7 +306,7 @@ def _text_sample(path: str, label: str, asked: str) -> RawSample:
 
 
 def _encoding(data: bytes) -> str:
-    """Returns the likeliest encoding of text, empty for UTF-8, in which single lines may be damaged."""
+    """Returns the likeliest encoding of text; empty for UTF-8, of which single lines may be damaged."""
     try:
         data.decode()
         return ""
@@ -328,7 +322,7 @@ def _encoding(data: bytes) -> str:
 
 
 def _with_points(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str | None, ...]], str]:
-    """Returns rows with a decimal point in their numbers, and the sign that they had."""
+    """Returns rows with a decimal point in their numbers, and the decimal sign that they had."""
     columns = [*zip(*rows, strict=True)]
     commas = [index for index, values in enumerate(columns) if _have_commas(values)]
     others = {text for index, values in enumerate(columns) if index not in commas for text in values if "." in text}
@@ -340,7 +334,7 @@ def _with_points(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str | None
 
 
 def _have_commas(values: Sequence[str]) -> bool:
-    """True if values are numbers of which some have a decimal comma and not only commas between thousands."""
+    """Returns whether values are numbers, some of which have a decimal comma and not only commas between thousands."""
     known = [text for text in {*values} if text and text.lower() not in LOOKS_MISSING]
     fractions = [text for text in known if "," in text]
     numbers = all(NUMBER_PATTERN.fullmatch(with_point(text)) for text in known)
@@ -348,7 +342,7 @@ def _have_commas(values: Sequence[str]) -> bool:
 
 
 def _refuse_newlines(lines: Sequence[str], path: str) -> None:
-    """Raises ValueError if the lines are the parts of records with newlines inside quotes, by any delimiter."""
+    """Raises ValueError if the lines are parts of records with newlines inside quotes, by any delimiter."""
     for delimiter in DELIMITERS:
         records = list(csv.reader(io.StringIO("\n".join(lines)), delimiter=delimiter))[:-1]  # the last may be cut
         broken = next((value for record in records for value in record if "\n" in value), "")
@@ -374,10 +368,11 @@ def _delimiter(lines: Sequence[str], quote: str, path: str, asked: str) -> tuple
     long = [] if quote and any(quote in line for line in lines) else [", ", "; ", "::"]  # quotes need one character
     among = [asked] if asked else [*long, *DELIMITERS]
     widths = {
-        each: Counter(map(len, _split(lines, each, quote if len(each) == 1 else ""))).most_common(1)[0]
-        for each in among
+        tried: Counter(map(len, _split(lines, tried, quote if len(tried) == 1 else ""))).most_common(1)[0]
+        for tried in among
     }
-    delimiter, (width, _) = max(widths.items(), key=lambda each: (each[1][0] > 1, each[1][1], each[1][0]))
+    delimiter = max(among, key=lambda tried: (widths[tried][0] > 1, widths[tried][1], widths[tried][0]))
+    width, _ = widths[delimiter]
     if width == 1:
         raise UserError(
             f"{path}: no delimiter found among {', '.join(map(repr, among))}; name it with --delimiter,"
@@ -406,8 +401,8 @@ def _header(rows: Sequence[Sequence[str]]) -> tuple[bool, bool]:
         return False, True
     if above:
         # A name may be a number, such as a year, but none of its own column's values.
-        numeric = [each for each in zip(first, columns, named, strict=True) if not each[2]]
-        return not any(name in column for name, column, _ in numeric), all(named)
+        others_named = zip(first, columns, named, strict=True)
+        return not any(name in column for name, column, is_name in others_named if not is_name), all(named)
     if not all(named) or len(set(first)) < len(first):
         return False, True
     return not any(name in column for name, column in zip(first, columns, strict=True)), False

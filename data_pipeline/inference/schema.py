@@ -25,38 +25,49 @@ from ..dataset.schema import (
     WEIGHT_SUFFIX,
 )
 from ..raw.layouts import NUMBER_KINDS, RawLabel
-from .columns import FEW_VALUES, FREQUENT, Column, Guess, Remark, guess_column, unsure
-from .names import LABEL_NAMES, NEGATION, POSITIVE, TIME_NAME, TOTAL_NAME
+from .columns import (
+    FEW_VALUES,
+    FREQUENT,
+    LABEL_NAMES,
+    NEGATION,
+    POSITIVE,
+    TIME_NAME,
+    TOTAL_NAME,
+    Column,
+    Guess,
+    Remark,
+    guess_column,
+    unsure,
+)
 from .sample import LONG_TEXT, RawSample, read_sample
 from .times import columns_of_time
 
 RESERVED = (LABEL, TIME, TRUE_LOGIT, SAMPLE_WEIGHT, SAMPLE_NUMBER)
 ENOUGH = 100
-"""Samples of each class from which on a column that tells them apart is no chance."""
+"""Samples of each class from which on no column tells the classes apart by chance."""
 WHICH = unsure("which values are positive?")
 SHARED = 20
-"""Ids that two columns have in common, at least, where they are said to be of the same things."""
+"""Least number of common ids of two columns that are said to have ids of the same things."""
 SHOWN_ITEMS = re.compile(r"\S+-[01]( \S+-[01])*")
 """Items that were shown together, each with its label, as in MIND's `behaviors.tsv`: `N3-1 N23-0`."""
+NO_IDS = 'training needs a field of ids: make one categorical, or add transform = "buckets"'
 
 Guesses = Mapping[str, Guess]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a schema file: a key with its value, or an entry of `fields`, and the remarks on it."""
+    """A line of a schema file: a key with its value, or an entry of `fields`, with remarks."""
 
     keys: Mapping[str, Any]
     remarks: tuple[Remark, ...] = ()
 
     @property
     def text(self) -> str:
-        """The keys as TOML."""
         return ", ".join(f"{key} = {_toml(value)}" for key, value in self.keys.items())
 
     @property
     def comment(self) -> str:
-        """All remarks."""
         return _comment("; ".join(map(str, self.remarks)))
 
     @property
@@ -74,11 +85,11 @@ class InferredSchema:
 
     Attributes:
         path: the file.
-        rows: number of the first rows that it was made from.
+        rows: number of the first rows that the guess was made from.
         file: keys of the file: delimiter, quote, header and, without a header, columns.
         label: the label's column, or the columns of its count and total.
-        rule: which of the label's values are positive; None where they are 0 and 1, or rates.
-        time: column of the samples' times; None if no column has a time in every row.
+        rule: which values of the label are positive; None if they are 0 and 1, or rates.
+        time: column of the times of samples; None if no column has a time in every row.
         null: texts that seem to mean a missing value, in any field.
         fields: the fields.
         left_out: columns that are no fields, each with the reasons.
@@ -99,32 +110,31 @@ class InferredSchema:
     @property
     def to_check(self) -> tuple[str, ...]:
         """The lines that matter most: notes, label and time, and the columns that are left out."""
-        chosen = [str(each) for each in (self.label, self.rule, self.time) if each]
+        chosen = map(str, filter(None, (self.label, self.rule, self.time)))
         return (*self._note_lines, *chosen, *self._left_out_lines)
 
     @property
     def doubts(self) -> list[str]:
         """All remarks that the reader should check."""
-        entries = [each for each in (self.label, self.rule, self.time, self.null) if each]
-        return [*self.notes, *(doubt for each in (*entries, *self.left_out, *self.fields) for doubt in each.doubts)]
+        entries = [*filter(None, (self.label, self.rule, self.time, self.null)), *self.left_out, *self.fields]
+        return [*self.notes, *(doubt for entry in entries for doubt in entry.doubts)]
 
     @property
     def text(self) -> str:
         """The schema file, TOML with comments."""
-        named = [each for each in (self.label, self.rule) if each]
         lines = [
             f"# Written by `cowrec schema infer` from the first {self.rows:,} rows of {_comment(self.path)}.",
             "# Please check each line, above all those that say unsure, then remove or correct what is wrong.",
             *self._note_lines,
             "",
-            *map(str, [*self.file, *named]),
+            *map(str, filter(None, (*self.file, self.label, self.rule))),
             str(self.time) if self.time else '# time = "..."  # no column holds a time in every row',
             *[str(self.null)] * bool(self.null),
             "",
             *self._left_out_lines,
             *[""] * bool(self._left_out_lines),
             "fields = [",
-            *(f"    {{{each.text}}},  # {each.comment}" for each in self.fields),
+            *(f"    {{{field.text}}},  # {field.comment}" for field in self.fields),
             "]",
             "",
         ]
@@ -136,12 +146,7 @@ class InferredSchema:
 
     @property
     def _left_out_lines(self) -> list[str]:
-        return [f"# left out: {self._reason(each)}" for each in self.left_out]
-
-    @staticmethod
-    def _reason(entry: Entry) -> str:
-        (column,) = entry.keys.values()
-        return f"{_comment(repr(column))}: {entry.comment}"
+        return [f"# left out: {_comment(repr(entry.keys['column']))}: {entry.comment}" for entry in self.left_out]
 
 
 def infer_schema(
@@ -152,8 +157,8 @@ def infer_schema(
     Args:
         path: text or JSON lines, plain or compressed, Parquet or Arrow.
         label: column of the label; by default one of two values, by its name if there are several.
-        positive: values of that column that are positive, where it is not known which ones are.
-        delimiter: of text; by default the one of the common ones that divides the lines alike.
+        positive: values of that column that are positive.
+        delimiter: of text; by default the one of the common delimiters that divides the lines alike.
 
     Raises:
         ValueError: the file cannot be read, has no such column, or no column looks like a label or a field.
@@ -166,13 +171,14 @@ def infer_schema(
         raise UserError(f"input file {place} has no samples")
     guesses = _guesses(sample)
     repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
-    found = _Labels(guesses, sample.scope, repeated, place + _WITHOUT_HEADER * (not sample.header)).of(label, positive)
+    where = place if sample.header else f"{place}, whose first line was taken as a sample and not as a header"
+    found = _Labels(guesses, sample.scope, repeated, where).of(label, positive)
     of_label = found.columns
     guesses = _without_leaks(guesses, sample, found)
     times = [name for name, guess in guesses.items() if guess.is_time and name not in of_label]
     time = max(times, key=lambda name: (not guesses[name].column.missing, bool(TIME_NAME.search(name))), default="")
     markers = sorted({text for guess in guesses.values() for text in guess.column.markers})
-    fields, left_out = _fields({name: each for name, each in guesses.items() if name not in (*of_label, time)})
+    fields, left_out = _fields({name: guess for name, guess in guesses.items() if name not in (*of_label, time)})
     of_time = _time(time, times, guesses) if time else _time_of_parts(sample, of_label)
     if not fields:
         raise UserError(f"{place}: no column looks like a field; write the schema file by hand")
@@ -180,7 +186,7 @@ def infer_schema(
     left_out += [_left_out("", "a column without a name")] * ("" in sample.columns)
     if not sample.header:
         left_out += [_left_out(name, "of the folder; it needs files with a header") for name in sample.partition]
-    no_ids = all(each.keys["kind"] in NUMBER_KINDS for each in fields)
+    no_ids = all(field.keys["kind"] in NUMBER_KINDS for field in fields)
     of_text = {"delimiter": sample.delimiter, "quote": sample.quote, "header": sample.header}
     of_file: dict[str, Any] = of_text if sample.is_text else {}
     of_file |= {"encoding": sample.encoding} if sample.encoding else {}
@@ -198,10 +204,6 @@ def infer_schema(
         left_out=tuple(left_out),
         notes=(*sample.notes, *[NO_IDS] * no_ids),
     )
-
-
-NO_IDS = 'training needs a field of ids: make one categorical, or add transform = "buckets"'
-_WITHOUT_HEADER = ", whose first line was taken as a sample and not as a header"
 
 
 def _guesses(sample: RawSample) -> dict[str, Guess]:
@@ -222,7 +224,7 @@ def _left_out(column: str, why: str) -> Entry:
 
 
 def _lacking(column: Column) -> tuple[Remark, ...]:
-    """A remark on missing values of a label or a time."""
+    """Remarks that a label or a time has missing values."""
     if not column.missing:
         return ()
     share = f"{100 * column.missing:.3g} % of the rows have none"
@@ -234,7 +236,7 @@ def _could_be(names: Sequence[str]) -> tuple[Remark, ...]:
 
 
 def _time(time: str, times: Sequence[str], guesses: Guesses) -> Entry:
-    """The entry of a column of times, with its form and the other columns that hold times."""
+    """Returns the entry of a column of times, with its form and the other columns that hold times."""
     form, column = guesses[time].column.time_form, guesses[time].column
     assert form is not None
     said = [unsure(f"{form.said}; {form.other} fits all values too")] if form.other else []
@@ -244,21 +246,20 @@ def _time(time: str, times: Sequence[str], guesses: Guesses) -> Entry:
 
 
 def _time_of_parts(sample: RawSample, of_label: Sequence[str]) -> Entry | None:
-    """The entry of columns that hold year, month, day and further parts; None if there are none."""
+    """Returns the entry of columns that hold year, month, day and further parts; None if there are none."""
     columns = zip(sample.columns, zip(*sample.rows, strict=True), strict=True)
-    found = columns_of_time({name: [each or "" for each in values] for name, values in columns if name not in of_label})
+    found = columns_of_time({name: [text or "" for text in texts] for name, texts in columns if name not in of_label})
     return Entry({"time": {"columns": found}}, (Remark("parts of a time"),)) if found else None
 
 
 @dataclass(frozen=True)
 class FoundLabel:
-    """A label, as a schema file has it, and what it is made of.
+    """A label, as a schema file has it, with remarks on the choice.
 
     Attributes:
-        columns: the label's column, and that of its total if it counts.
+        columns: the label's column, and the column of totals if the label counts.
         label: the column, or a table that names it.
-        rule: which of its values are positive, see `label_rule`.
-        remarks: remarks on the choice.
+        rule: which values are positive, see `label_rule`.
     """
 
     columns: tuple[str, ...]
@@ -269,7 +270,7 @@ class FoundLabel:
 
 @dataclass(frozen=True)
 class _Labels:
-    """The choice of a label among guesses; `repeated` are names of several columns, `place` names the file."""
+    """The choice of a label among guesses; each of `repeated` names several columns, and `place` names the file."""
 
     guesses: Guesses
     scope: str
@@ -362,12 +363,12 @@ class _Labels:
 
 
 def _rule_of(column: Column, positive: Sequence[str]) -> Entry:
-    """Returns the rule of positive values that are given. Raises ValueError if a value, or any other, has no row."""
+    """Returns the rule of the given positive values. Raises ValueError unless rows have each of them and another."""
     texts = pa.array(column.distinct, pa.string())
-    for each in positive:
-        if not np.nansum(RawLabel(positive=(each,)).values(texts)[0]):
+    for value in positive:
+        if not np.nansum(RawLabel(positive=(value,)).values(texts)[0]):
             frequent = [text for text, _ in column.counts.most_common(20)]
-            raise UserError(f"column {column.name!r} has no row whose value is {each!r}; {hint(each, frequent)}")
+            raise UserError(f"column {column.name!r} has no row whose value is {value!r}; {hint(value, frequent)}")
     others = texts.filter(pa.array(RawLabel(positive=tuple(positive)).values(texts)[0] == 0)).to_pylist()
     if not others:
         raise UserError(f"column {column.name!r} has no value besides the positive ones; name fewer of them")
@@ -376,14 +377,14 @@ def _rule_of(column: Column, positive: Sequence[str]) -> Entry:
 
 
 def _is_denial(name: str, columns: Iterable[str]) -> bool:
-    """True if the name of a column denies that of another one, as `nonclk` does `clk`."""
-    return any(re.fullmatch(NEGATION + re.escape(each), name, re.IGNORECASE) for each in columns)
+    """Returns whether the name of a column denies another name, as `nonclk` denies `clk`."""
+    return any(re.fullmatch(NEGATION + re.escape(other), name, re.IGNORECASE) for other in columns)
 
 
 def label_rule(column: Column, *, partial: bool = False) -> Entry | None:
     """Returns which values of a column are positive, without keys if they are 0 and 1; None if it cannot be a label.
 
-    Where the values are `partial`, 0 or 1 may follow the other one.
+    If the values are `partial`, later rows may have the other one of 0 and 1.
     """
     if not column.count:
         return None
@@ -400,15 +401,15 @@ def label_rule(column: Column, *, partial: bool = False) -> Entry | None:
         return None
     if numbers[0] >= 0 and numbers[-1] <= 1:
         return Entry({"kind": "rate"}, (Remark("shares of positives; for classes give threshold"),))
-    above, missing = [each for each in numbers if each > 0], numbers == [-1, 0, 1]
-    counts = all(each.is_integer() for each in numbers) and float(column.most) == 0
+    above, missing = [number for number in numbers if number > 0], numbers == [-1, 0, 1]
+    counts = all(number.is_integer() for number in numbers) and float(column.most) == 0
     threshold = above[0] if above and (counts or missing) else numbers[len(numbers) // 2]
     remark = unsure(f"{WHICH.text} Is -1 a missing label?") if missing else WHICH
     return Entry({"threshold": threshold}, (remark,))
 
 
 def _positive(texts: Sequence[str]) -> str | None:
-    """Returns which of two texts is positive, if words say so: one that the other denies, or one that is known."""
+    """Returns the positive one of two texts: one that the other denies, or a known word; None if neither is."""
     words = {text: text.strip().lower() for text in texts}
     for text, other in (texts, texts[::-1]):
         if re.fullmatch(NEGATION + re.escape(words[text]), words[other]):
@@ -418,7 +419,7 @@ def _positive(texts: Sequence[str]) -> str | None:
 
 
 def _without_leaks(guesses: Guesses, sample: RawSample, label: FoundLabel) -> dict[str, Guess]:
-    """Leaves out columns whose few values each occur with one class of the label; each class has many samples."""
+    """Leaves out columns each of whose few values occurs with one class of the label, if classes have many samples."""
     columns = dict(zip(sample.columns, zip(*sample.rows, strict=True), strict=True))
     texts = pa.array([text or "" for text in columns.get(label.columns[0], ())], pa.string())
     keys: dict[str, Any] = {"threshold": label.rule.keys.get("threshold")}
@@ -471,7 +472,7 @@ def _fields(guesses: Guesses) -> tuple[list[Entry], list[Entry]]:
 
 
 def _with_shared_ids(field: Entry, fields: Sequence[Entry], guesses: Guesses) -> Entry:
-    """Returns a field of lists with a remark on the field of single ids, if there is one, that has the same ids."""
+    """Returns a field of lists with a remark on the field of single ids that has the same ids, if there is one."""
     keys = field.keys
     if keys["kind"] != "multi" or "separator" not in keys or "brackets" in keys:
         return field
@@ -501,10 +502,10 @@ def _unused(name: str, used: set[str], guesses: Guesses) -> str:
 def _toml(value: object) -> str:
     """Returns a TOML value; TOML takes JSON's escapes, and DEL only as one."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {_toml(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key} = {_toml(inner)}' for key, inner in value.items())}}}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _comment(text: str) -> str:
-    """Returns text without what a comment must not have."""
+    """Returns text without the characters that a comment must not have."""
     return re.sub(r"[\x00-\x1f\x7f]", " ", text)

@@ -31,8 +31,8 @@ class TimeForm(NamedTuple):
     """How a column writes times.
 
     Attributes:
-        keys: `unit` or `format` of a time, none of Unix seconds and ISO 8601.
-        parts: parts of such times that tell something.
+        keys: `unit` or `format` of a time; none for Unix seconds and ISO 8601.
+        parts: parts of the times that tell something.
         said: the form in words.
         other: another form in words that fits all values; empty if there is none.
     """
@@ -43,7 +43,7 @@ class TimeForm(NamedTuple):
     other: str = ""
 
     def of(self, column: str) -> Any:
-        """The value of `time` in a schema file."""
+        """Returns the value of `time` in a schema file."""
         return {"column": column, **self.keys} if self.keys else column
 
 
@@ -59,30 +59,28 @@ def form_of(texts: Sequence[str], *, named: bool) -> TimeForm | None:
         return _of_numbers(texts, numbers, named)
     if _are(texts, ""):
         return TimeForm({}, _parts(any(":" in text for text in texts)), "ISO 8601")
-    fitting = [each for each in _FORMATS if _are(texts[:1], each)]
-    fitting = [each for each in fitting if _are(texts, each)]
+    fitting = [form for form in _FORMATS if _are(texts[:1], form) and _are(texts, form)]
     if not fitting:
         return None
     return TimeForm({"format": fitting[0]}, _parts(":" in fitting[0]), fitting[0], *fitting[1:2])
 
 
 def columns_of_time(texts: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns the columns that hold year, month, day and further parts of a time in every row; none if there are none.
+    """Returns the columns that hold year, month, day and further parts of a time in every row, or none.
 
-    Args:
-        texts: values of all rows by column, empty where missing.
+    `texts` are the values of all rows by column, empty where missing.
     """
     for name in texts:
         found = re.fullmatch(r"(.*?)year", name, re.IGNORECASE)
         parts = list[str]()
         for part in _PART_NAMES if found else ():
             pattern = re.compile(re.escape(found[1]) + part, re.IGNORECASE) if found else None
-            fits = [each for each in texts if pattern and pattern.fullmatch(each)]
+            fits = [column for column in texts if pattern and pattern.fullmatch(column)]
             if not fits:
                 break
             parts.append(fits[0])
         if len(parts) >= 3:
-            wrong = RawTime(tuple(parts)).seconds([pa.array(texts[each], pa.string()) for each in parts])
+            wrong = RawTime(tuple(parts)).seconds([pa.array(texts[part], pa.string()) for part in parts])
             if wrong is not None and not wrong[1].any():
                 return parts
     return []
@@ -109,7 +107,7 @@ def _of_numbers(texts: Sequence[str], numbers: Sequence[float], named: bool) -> 
 
 
 def _are(texts: Sequence[str], form: str) -> bool:
-    """True if all texts are times of a format, or of ISO 8601 where it is empty."""
+    """Returns whether all texts are times of a format; the empty format means ISO 8601."""
     return not RawTime(("t",), format=form).of_texts(pa.array(texts, pa.string()))[1].any()
 
 
@@ -118,6 +116,6 @@ def _parts(has_hours: bool) -> tuple[str, ...]:
 
 
 def _in_letters(form: str) -> str:
-    """A format of digits as YYYYMMDD."""
+    """Returns a format of digits as people write it, such as YYYYMMDD."""
     letters = {"%Y": "YYYY", "%m": "MM", "%d": "DD", "%H": "HH", "%M": "MM", "%S": "SS", "%f": "mmm"}
     return re.sub("%.", lambda found: letters[found[0]], form)

@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..dataset.schema import OUT_OF_VOCABULARY, RESERVED_ROWS, WINDOW_ROWS
-from ..dataset.shards import ShardSize
+from ..dataset.schema import OUT_OF_VOCABULARY, RESERVED_ROWS, WINDOW_ROWS, Split
 from ..encoding.encoder import Encoder, flat, texts_of
 from ..encoding.numbers import count_bounded
 from ..encoding.vocabulary import Vocabulary
@@ -142,15 +141,15 @@ def report_blanks(vocabularies: Mapping[str, Vocabulary]) -> None:
             )  # fmt: skip
 
 
-def report_order(shards: Sequence[ShardSize], labels: Sequence[RawLabel]) -> None:
+def report_order(shards: Sequence[Split], labels: Sequence[RawLabel]) -> None:
     """Warns of training samples that are sorted by their only label: windows are not mixed with each other.
 
     The shares of positives differ by more than half of what they do between shards of one class, as no drift does.
     """
-    rows, weights = np.array([each.rows for each in shards]), np.array([each.total for each in shards])
+    rows, weights = np.array([shard.rows for shard in shards]), np.array([shard.total for shard in shards])
     if len(labels) > 1 or rows.sum() <= WINDOW_ROWS or not weights.sum():
         return
-    shares = np.array([each.positives[0] for each in shards]) / np.where(weights > 0, weights, 1)
+    shares = np.array([shard.positives[0] for shard in shards if shard.positives]) / np.where(weights > 0, weights, 1)
     mean = np.average(shares, weights=weights)
     if np.average((shares - mean) ** 2, weights=weights) > mean * (1 - mean) / 4:
         logger.warning(

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..dataset.schema import Schema, Split
-from ..dataset.shards import PARTIAL, ShardSize, arrow_schema, shard_path, size_of_split, write_shard
+from ..dataset.shards import PARTIAL, arrow_schema, shard_path, size_of_split, write_shard
 from ..encoding.encoder import Encoder
 from ..raw.inputs import Block, Partition, Report
 from ..raw.layouts import Layout
@@ -35,7 +35,7 @@ class WritePlan:
 class Written:
     """Shards written for a partition, by split, its bad rows, and what is suspicious about its values."""
 
-    shards: dict[str, ShardSize]
+    shards: dict[str, Split]
     bad: list[BadRow]
     doubts: Doubts
 
@@ -48,7 +48,7 @@ def write_splits(
     Raises:
         ValueError: a bad row that may not be skipped. OSError: the disk is full.
     """
-    shards: dict[str, list[ShardSize]] = {name: [] for name in plan.split.names}
+    shards: dict[str, list[Split]] = {name: [] for name in plan.split.names}
     doubts: Doubts = Counter()
     for name in shards:
         (plan.folder / name).mkdir()

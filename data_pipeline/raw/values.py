@@ -189,7 +189,7 @@ def family(kind: pa.DataType) -> str:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def mask(array: pa.Array) -> np.ndarray:

@@ -34,10 +34,10 @@ from ..dataset.schema import (
     DenseField,
     Schema,
     SparseField,
+    Split,
     library_versions,
 )
 from ..dataset.shards import (
-    ShardSize,
     arrow_schema,
     new_folder,
     shard_path,
@@ -398,7 +398,7 @@ def write_splits(
 
 def _write_drawn(
     schema: Schema, folder: Path, name: str, rows: int, shard_rows: int, drawn: Drawn, first: int
-) -> tuple[ShardSize, Draw]:
+) -> tuple[Split, Draw]:
     table, draw = drawn(first, min(shard_rows, rows - first))
     table, columns = table.append_column(TRUE_LOGIT, pa.array(draw.logits.astype(np.float32))), arrow_schema(schema)
     path = shard_path(folder, name, first // shard_rows)
