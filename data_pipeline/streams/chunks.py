@@ -1,11 +1,14 @@
-"""Encoding of chunks: a malformed sample is left out, counted and logged, and loses no other.
+"""Encoding of chunks: a malformed sample is left out, counted and logged, and loses no other; missing values by field.
 
 R samples of a chunk."""
 
 import dataclasses
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..codec import BadSample, Encoded, SampleCodec
+from ..dataset.schema import MISSING
+from ..dataset.shards import shard_columns
 from ..hashing import string_hashes
 from .source import Chunk
 
@@ -36,10 +41,14 @@ class ChunkEncoder:
 
     Args:
         ahead_seconds: a sample whose time is more than this ahead of the clock is malformed; 0: no limit.
+
+    Attributes:
+        missing: samples without a value by field, see :class:`MissingValues`, since this was made.
     """
 
     def __init__(self, codec: SampleCodec, ahead_seconds: int) -> None:
         self._codec, self._ahead = codec, ahead_seconds
+        self._missing, self.missing = MissingValues(codec), Counter[str]()
         self._logged, self._since, self._absent = 0, time.monotonic(), set[str]()
 
     def encode(self, chunk: Chunk, now: int) -> Encoded:
@@ -58,6 +67,10 @@ class ChunkEncoder:
             place = f"sample {each.index} after {_shown(chunk.start)}{partition}"
             logger.warning("%s is dropped: %s", place, each.reason)
         return encoded
+
+    def count_missing(self, encoded: Encoded) -> None:
+        """Adds the samples without a value to `missing`."""
+        self.missing.update(self._missing.count(encoded.table))
 
     def _encode_parts(self, samples: Sequence[bytes] | pa.Table) -> Encoded:
         """Encodes samples, in halves if that fails, so that one that cannot be encoded loses no others.
@@ -99,6 +112,39 @@ class ChunkEncoder:
     def no_samples(self) -> Encoded:
         """Returns the columns of encoded samples, without any."""
         return self._codec.encode(self._codec.from_objects([]))
+
+
+class MissingValues:
+    """Finds missing values in encoded samples, in the same way in a stream and in a data set.
+
+    In a field of numbers a missing value is encoded as a number that may also be another value's, such as 0.
+    """
+
+    def __init__(self, codec: SampleCodec) -> None:
+        self._schema = codec.schema
+        block, _ = codec.encode_request([dict.fromkeys(codec.columns)])
+        self._numbers = block.dense[0].tolist() if len(block) else [math.nan] * len(self._schema.dense)
+
+    def count(self, table: pa.Table) -> Counter[str]:
+        """Returns the samples without a value by field, from columns of a data set or of `Encoded.table`."""
+        found = Counter[str]()
+        for field, code in zip(self._schema.dense, self._numbers, strict=True):
+            found[field.name] = int((table[field.name].to_numpy() == np.float32(code)).sum())
+        for each in self._schema.sparse:
+            column = table[each.name]
+            is_single = each.kind == "categorical"
+            values = column if is_single else pc.list_flatten(column)
+            empty = 0 if is_single else pc.sum(pc.equal(pc.list_value_length(column), 0)).as_py() or 0
+            found[each.name] = empty + (pc.sum(pc.equal(values, MISSING)).as_py() or 0)
+        return found
+
+    def usual_shares(self, data_dir: Path) -> dict[str, float]:
+        """Returns the share of samples without a value by field, in the first shard of a data set's training split."""
+        names = [each.name for each in self._schema.dense] + [each.name for each in self._schema.sparse]
+        for table in shard_columns(data_dir, self._schema, "train", names):
+            if table.num_rows:
+                return {name: count / table.num_rows for name, count in self.count(table).items()}
+        return {}
 
 
 def _joined(parts: Sequence[Encoded], starts: Sequence[int]) -> Encoded:

@@ -7,9 +7,10 @@ more than `most_waiting` samples wait, the oldest are returned before the waterm
 arrives for `max_wait_seconds`, all waiting samples are returned (a flush), and the last batch is short.
 
 Malformed samples (not JSON, a value of the wrong type, no label, no time, a time too far in the future or not in
-`TIME_LIMITS`, JSON without any feature) are dropped and counted, and the first ones are logged. A key that JSON lacks
-is a missing value, and a column that no sample of a chunk has is logged once. A table without a column, or whose column
-has a wrong type, is malformed as a whole.
+`TIME_LIMITS`, JSON without any feature) are dropped, counted and kept in a file, and the first ones are logged. A key
+that JSON lacks is a missing value, and a column that no sample of a chunk has is logged once. A table without a column,
+or whose column has a wrong type, is malformed as a whole. If too many samples are malformed, the stream keeps its
+position and waits, or ends.
 
 Duplicates: a sample whose `sample_id` is one of the last `duplicates_window` distinct ones is dropped and counted.
 Samples without an id are never duplicates; ids of malformed samples are not remembered.
@@ -25,7 +26,7 @@ new samples. Without a journal no sample is lost or repeated either, but samples
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,11 +37,12 @@ import pyarrow as pa
 
 from cowrec.errors import UserError
 
-from ..codec import SampleCodec, sample_block
+from ..codec import Encoded, SampleCodec, sample_block
 from ..dataset.sample_block import SampleBlock
 from ..dataset.schema import Schema
 from ..encoding.numbers import count_bounded
 from .chunks import ChunkEncoder, id_hashes
+from .malformed import MalformedPolicy, MalformedSamples
 from .position import Entry, Journal, Position
 from .reorder import Followed, RecentIds, follow
 from .source import Chunk, SampleSource
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 CHUNK_SAMPLES = 1 << 13
 """Maximum samples per poll."""
 POLL_SECONDS = 1.0
+CORRECTION_SECONDS = 10.0
+"""Time until samples of which too many were malformed are looked at again."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class SampleStream:
         ahead_seconds: a sample whose time is more than this ahead of the clock is malformed, since it would make all
             others late; 0: no limit.
         most_waiting: maximum number of waiting samples, in addition to those of one poll.
+        malformed: what becomes of malformed samples, and how many are too many.
         journal: file that makes batches repeatable; None: no journal.
         position: position to resume from; None: the source's beginning.
 
@@ -114,6 +119,7 @@ class SampleStream:
         max_wait_seconds: float = 0.0,
         ahead_seconds: int = 0,
         most_waiting: int = 1 << 20,
+        malformed: MalformedPolicy = MalformedPolicy(),  # noqa: B008 (it is frozen)
         journal: Path | None = None,
         position: Position | None = None,
     ) -> None:
@@ -131,6 +137,7 @@ class SampleStream:
         self._source, self._schema, self._encoder = source, codec.schema, ChunkEncoder(codec, ahead_seconds)
         self._batch_size, self._fewest, self._lateness, self._late = batch_size, fewest, lateness_seconds, late
         self._max_wait, self._max_waiting = max_wait_seconds, most_waiting
+        self._malformed, self._waits_until = MalformedSamples(malformed), 0.0
         self.position = position or Position()
         if self.ended:  # the source may have new samples since
             self.position = dataclasses.replace(self.position, ended=False)
@@ -150,6 +157,16 @@ class SampleStream:
     def counters(self) -> dict[str, int]:
         """Counters of the position, and those of the source since it was opened."""
         return {**self.position.counters, **self._source.counters}
+
+    @property
+    def missing(self) -> Mapping[str, int]:
+        """Samples without a value by field, since the stream was opened; see `chunks.MissingValues`."""
+        return self._encoder.missing
+
+    @property
+    def waits_for_correction(self) -> bool:
+        """Whether no sample is taken, as too many of the next ones are malformed."""
+        return self._malformed.waits
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Yields batches until the source ends."""
@@ -220,18 +237,25 @@ class SampleStream:
         entry = self._journal.recorded(self.position.entry) if self._journal is not None else None
         if entry is not None:
             chunk = self._read_again(entry) if entry.kind == "chunk" else None
+            encoded = self._encoder.encode(chunk, entry.now) if chunk is not None else None
             ended = False  # the source may have new samples since
         else:
             entry, chunk = self._next_event(deadline)
             if entry is None:
                 return False
-            # If the journal fails, the source is ahead of the position.
+            # If the journal fails, or the samples are not taken, the source is ahead of the position.
             self._must_seek = True
+            encoded = self._encoder.encode(chunk, entry.now) if chunk is not None else None
+            if chunk is not None and encoded is not None:
+                if not self._malformed.accept(len(chunk), encoded.bad):
+                    self._waits_until = time.monotonic() + CORRECTION_SECONDS
+                    return False
+                self._malformed.keep(chunk, encoded.bad)
             if self._journal is not None:
                 self._journal.append(entry)
             self._must_seek = False
             ended = entry.kind == "end"
-        self.position = dataclasses.replace(self._position_after(entry, chunk), ended=ended)
+        self.position = dataclasses.replace(self._position_after(entry, chunk, encoded), ended=ended)
         return True
 
     def _read_again(self, entry: Entry) -> Chunk:
@@ -252,26 +276,29 @@ class SampleStream:
             now = time.monotonic()
             may_flush = self._max_wait > 0 and len(self.position.waiting) >= self._fewest
             until = min(deadline, self._last_arrival + self._max_wait) if may_flush else deadline
-            chunk = self._source.poll(CHUNK_SAMPLES, min(max(0.0, until - now), POLL_SECONDS))
+            wait, waits = min(max(0.0, until - now), POLL_SECONDS), now < self._waits_until
+            if waits:
+                time.sleep(min(wait, self._waits_until - now))
+            chunk = None if waits else self._source.poll(CHUNK_SAMPLES, wait)
             now = time.monotonic()
             if chunk is not None:
                 self._last_arrival = now
                 fields = (chunk.partition, chunk.start, chunk.end, len(chunk), chunk.lost, int(time.time()))
                 return Entry("chunk", *fields, chunk.behind), chunk
-            if self._source.ended:
+            if self._source.ended and not waits:
                 return Entry("end"), None
             if may_flush and now >= self._last_arrival + self._max_wait:
                 return Entry("flush"), None
             if now >= deadline:
                 return None, None
 
-    def _position_after(self, entry: Entry, chunk: Chunk | None) -> Position:
+    def _position_after(self, entry: Entry, chunk: Chunk | None, encoded: Encoded | None) -> Position:
         """Returns the position after an entry, a function of the entry, its chunk and the position before."""
         state = self.position
-        if chunk is None:
+        if chunk is None or encoded is None:
             counters = state.counted(flushes=int(entry.kind == "flush"))
             return dataclasses.replace(state, entry=state.entry + 1, due=len(state.waiting), counters=counters)
-        encoded = self._encoder.encode(chunk, entry.now)
+        self._encoder.count_missing(encoded)
         table, times = encoded.table, encoded.time
         repeated = self._recent.seen(id_hashes(encoded)) if self._recent else np.zeros(len(times), bool)
         if repeated.any():

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cowrec.data_pipeline.streams.position import COUNTERS as STREAM_COUNTERS
-from cowrec.trainer.online.measurements import COUNTERS, GAUGES, STREAM
+from cowrec.trainer.online.measurements import COUNTERS, GAUGES, LABELLED
 from cowrec.trainer.serving.metrics import ServiceMetrics
 
 DEPLOY = Path(__file__).resolve().parents[2] / "scripts" / "deploy"
@@ -18,7 +18,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "scripts" / "deploy"
 def test_alerts_use_metrics_that_exist() -> None:
     """A counter `x` is exposed as `x_total`, a histogram as `x_bucket` and `x_count`."""
     exposed = {f"cowrec_online_{name}" for name in GAUGES} | {f"cowrec_online_{name}_total" for name in COUNTERS}
-    exposed.add(f"{STREAM}_total")
+    exposed |= {f"cowrec_online_{name}" + "_total" * (not name.endswith("share")) for name in LABELLED}
     for family in text_string_to_metric_families(ServiceMetrics(dict, dict).text().decode()):
         endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}.get(family.type, ("",))
         exposed |= {family.name + ending for ending in endings}

@@ -352,6 +352,11 @@ class OnlineConfig:
             run.
         report_seconds: time between two reports of what arrived, also while nothing is trained on; samples that were
             left out are warned of.
+        max_malformed_share: largest share of malformed samples among the last 1,000 and those that arrive; 1: any.
+        on_malformed: beyond that share, "wait", which takes no further sample, keeps the position and asks again every
+            ten seconds, or "stop", which ends the run.
+        malformed_file_bytes: size at which `malformed.jsonl`, the run's file of malformed samples, becomes
+            `malformed.jsonl.1`, and what was that is removed; 0: no limit.
         damaged_files: at a file of the source that cannot be read, "stop", or "skip" it with a warning.
         metrics_port: port on which Prometheus reads the metrics of the run; 0: none.
         metrics_file_bytes: size at which `metrics.jsonl` becomes `metrics.jsonl.1`, and what was that is removed; 0: no
@@ -372,6 +377,9 @@ class OnlineConfig:
     snapshot_seconds: float = 60.0
     on_nonfinite: OnNonfinite = "skip"
     report_seconds: float = 60.0
+    max_malformed_share: float = 1.0
+    on_malformed: Literal["wait", "stop"] = "wait"
+    malformed_file_bytes: int = 64 << 20
     damaged_files: Literal["stop", "skip"] = "stop"
     metrics_port: int = 0
     metrics_file_bytes: int = 64 << 20
@@ -385,6 +393,9 @@ class OnlineConfig:
             seconds(getattr(self, key), f"online.{key}")
         require("online.window", self.window, self.window != "", 'a time such as "1h"')
         require("online.metrics_port", self.metrics_port, 0 <= self.metrics_port < 1 << 16, "between 0 and 65535")
+        share = self.max_malformed_share
+        require("online.max_malformed_share", share, 0 <= share <= 1, "between 0 and 1")
+        require_at_least("online", self, "malformed_file_bytes")
         require_at_least("online", self, "duplicates_window metrics_file_bytes max_wait_seconds snapshot_seconds")
         require_at_least("online", self, "report_seconds publish_seconds dense_seconds")
         if self.keep_full_versions < 2:

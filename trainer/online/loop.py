@@ -22,6 +22,8 @@ from torch import Tensor
 from cowrec.data_pipeline import Batch, Position, SampleCodec, SampleSource, SampleStream, StreamBatch, open_source
 from cowrec.data_pipeline.codec import ID_COLUMN, sample_block
 from cowrec.data_pipeline.dataset.schema import Schema
+from cowrec.data_pipeline.streams.chunks import MissingValues
+from cowrec.data_pipeline.streams.malformed import MalformedPolicy
 from cowrec.data_pipeline.streams.position import POSITION_FILE
 from cowrec.errors import UserError
 from cowrec.files import replacing
@@ -31,7 +33,7 @@ from ..config.run import RunConfig, checked_config, load_config, with_defaults, 
 from ..config.sections import seconds
 from ..runs.checkpoint import checkpoint_name, list_checkpoints
 from ..runs.metrics_log import MetricsLog
-from ..runs.run_dir import CONFIG, JOURNAL, REPORT, write_json
+from ..runs.run_dir import CONFIG, JOURNAL, MALFORMED, REPORT, write_json
 from ..runs.run_place import RunPlace
 from ..runtime.processes import Peers, Process, from_first, on_first, process_group
 from ..runtime.stopping import StopRequest, stop_requests
@@ -134,7 +136,8 @@ class _OnlineTrainer:
     def train(self, log: MetricsLog, stop: StopRequest) -> None:
         """Trains on every batch of the stream; publishes and saves when due, also while no batch comes."""
         turns = Turns(self.stream, self.codec.schema, self.process)
-        self.measured.start(self.stream)
+        usual = MissingValues(self.codec).usual_shares(Path(self.config.data.dir)) if self.stream else {}
+        self.measured.start(self.stream, usual)
         ended = False
         while not ended:
             turn = turns.next(_POLL_SECONDS, self.decide)
@@ -264,6 +267,9 @@ class _OnlineTrainer:
             max_wait_seconds=online.max_wait_seconds,
             ahead_seconds=seconds(online.ahead, "online.ahead"),
             most_waiting=max(1 << 20, self.config.train.batch_size),
+            malformed=MalformedPolicy(
+                online.max_malformed_share, online.on_malformed, self.run_dir / MALFORMED, online.malformed_file_bytes
+            ),
             journal=self.run_dir / JOURNAL,
             position=position,
         )

@@ -42,12 +42,20 @@ GAUGES = {
     "window_auc": "Progressive AUC of the last complete window.",
     "window_logloss": "Progressive logloss of the last complete window.",
     "window_calibration": "Mean prediction over mean label of the last complete window.",
+    "waits_for_correction": "1 while no sample is taken, as too many are malformed.",
     "seconds_since_publication": "Time since a version was last written, or since the start.",
 }
-STREAM = "cowrec_online_stream_samples"
+LABELLED = {
+    "stream_samples": ("kind", "Samples of the stream, by what happened to them."),
+    "missing_values": ("field", "Samples of the stream without a value of a field, since the process started."),
+    "usual_missing_share": ("field", "Share of the data set's samples without a value of a field."),
+}
+"""Metrics with a label, the name of the label, and their descriptions; the last one is a gauge."""
+OFTEN, FEWEST = 0.2, 100
+"""Share by which missing values exceed the usual one, and samples, for which a field is warned of."""
 
-Readings = Callable[[], tuple[Mapping[str, float], Mapping[str, int]]]
-"""Returns values of `COUNTERS` and `GAUGES`, which may lack some, and the counters of the stream."""
+Readings = Callable[[], tuple[Mapping[str, float], Mapping[str, Mapping[str, float]]]]
+"""Returns values of `COUNTERS` and `GAUGES`, which may lack some, and those of `LABELLED` by their labels."""
 
 
 class Measurements:
@@ -68,6 +76,8 @@ class Measurements:
         self.quality = ProgressiveQuality(seconds(run.config.online.window, "online.window"))
         self._reported, self._reported_at = dict[str, int](), time.monotonic()
         """What had arrived from the stream at the last report of it."""
+        self._usual, self._missing = dict[str, float](), dict[str, int]()
+        """Shares of missing values in the data set, and the missing values at the last report."""
 
     @property
     def samples_per_second(self) -> float:
@@ -85,8 +95,12 @@ class Measurements:
         self.samples, self.trained_seconds = samples, trained_seconds
         self._seconds_before = trained_seconds
 
-    def start(self, stream: SampleStream | None) -> None:
-        """Begins to report what arrives from the stream, of which some may have arrived before the run was resumed."""
+    def start(self, stream: SampleStream | None, usual: Mapping[str, float]) -> None:
+        """Begins to report what arrives from the stream, of which some may have arrived before the run was resumed.
+
+        ``usual`` has the share of samples without a value in the data set, by field.
+        """
+        self._usual = dict(usual)
         self._reported, self._reported_at = stream.counters if stream else {}, time.monotonic()
 
     def has_trained(self, samples: int, seconds: float) -> None:
@@ -132,17 +146,29 @@ class Measurements:
             return
         counters, run = stream.counters, self._run
         new = {name: value - self._reported.get(name, 0) for name, value in counters.items()}
-        self._reported, self._reported_at = counters, time.monotonic()
+        missing, before = dict(stream.missing), self._missing
+        self._reported, self._missing, self._reported_at = counters, missing, time.monotonic()
         if not any(new.values()):
             return
         log.write("stream", run.steps, **counters, batches_set_aside=run.set_aside)
         left_out = ", ".join(f"{new[name]:,} {name}" for name in LEFT_OUT if new[name])
         if left_out:
             run.warn(f"warning: of the last {new['samples']:,} samples some were left out: {left_out}")
+        count = new["samples"] - new["malformed"]
+        shares = {name: (value - before.get(name, 0)) / max(1, count) for name, value in missing.items()}
+        often = [
+            f"{name} in {100 * share:.1f} % (of the data set {100 * self._usual[name]:.1f} %)"
+            for name, share in shares.items()
+            if count >= FEWEST and share > self._usual.get(name, 1.0) + OFTEN
+        ]
+        if often:
+            run.warn(
+                f"warning: the last {count:,} samples lack values of {', '.join(often)}; has a field another name?"
+            )
 
     def readings(
         self, stream: SampleStream, publication: OnlinePublication | None
-    ) -> tuple[dict[str, float], dict[str, int]]:
+    ) -> tuple[dict[str, float], dict[str, Mapping[str, float]]]:
         """Values for the endpoint of metrics, which calls it in another thread."""
         values = {
             "samples": self.samples,
@@ -151,13 +177,19 @@ class Measurements:
             "samples_per_second": self.samples_per_second,
             "reading_share": self.reading_share,
             "waiting_samples": len(stream.position.waiting),
+            "waits_for_correction": float(stream.waits_for_correction),
         }
         if self.quality.newest_time:
             values["lag_seconds"] = time.time() - self.quality.newest_time
         if self.windows:
             last = self.windows[-1]
             values |= {"window_auc": last.auc, "window_logloss": last.logloss, "window_calibration": last.calibration}
-        return values | (publication.readings() if publication else {}), stream.counters
+        labelled: dict[str, Mapping[str, float]] = {
+            "stream_samples": stream.counters,
+            "missing_values": dict(stream.missing),
+            "usual_missing_share": self._usual,
+        }
+        return values | (publication.readings() if publication else {}), labelled
 
     def report(self, stream: SampleStream | None) -> dict[str, Any]:
         assert stream is not None
@@ -282,15 +314,17 @@ def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
 
     class Values(Collector):
         def collect(self) -> Iterator[Metric]:
-            values, stream = read()
+            values, labelled = read()
             for family, described in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
                 for name, description in described.items():
                     if name in values:
                         yield family(f"cowrec_online_{name}", description, value=values[name])
-            counts = CounterMetricFamily(STREAM, "Samples of the stream, by what happened to them.", labels=["kind"])
-            for name, count in stream.items():
-                counts.add_metric([name], count)
-            yield counts
+            for name, (label, description) in LABELLED.items():
+                kind = GaugeMetricFamily if name == "usual_missing_share" else CounterMetricFamily
+                metric = kind(f"cowrec_online_{name}", description, labels=[label])
+                for value_of, value in labelled[name].items():
+                    metric.add_metric([value_of], value)
+                yield metric
 
     registry = CollectorRegistry()
     registry.register(Values())

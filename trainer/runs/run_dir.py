@@ -30,6 +30,8 @@ from .provenance import load_code, save_code, warn_if_changed
 
 CONFIG, REPORT, CHECKPOINTS = "config.toml", "report.json", "checkpoints"
 METRICS, BOARD, VOCABULARY, JOURNAL = "metrics.jsonl", "tensorboard", "vocabulary", "journal"
+MALFORMED = "malformed.jsonl"
+"""Samples of a stream that were malformed."""
 FITTED = "data"
 """Name of a table's file, schema file and data set that `fit` makes there before the run begins."""
 
@@ -40,7 +42,7 @@ _MAY_CHANGE = {
     "evaluate": "by_id_counts",
     "checkpoint": "every_steps keep_last keep_best",
     "online": "snapshot_seconds report_seconds metrics_host metrics_port metrics_file_bytes damaged_files on_nonfinite"
-    " keep_full_versions",
+    " keep_full_versions max_malformed_share on_malformed malformed_file_bytes",
     "sharding": "plan tables",
 }
 """Settings that may differ in a resumed run: they change neither the steps taken nor their meaning."""

@@ -1,6 +1,8 @@
 """Order, duplicates, late and malformed samples and the present by plain loops; identical batches after a crash."""
 
+import json
 import random
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -9,11 +11,15 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cowrec.data_pipeline import Position, SampleStream
+from cowrec.data_pipeline import Position, PrepareConfig, SampleCodec, SampleStream, prepare
+from cowrec.data_pipeline.streams.chunks import MissingValues
 from cowrec.data_pipeline.streams.directory import DirectorySource
+from cowrec.data_pipeline.streams.malformed import MalformedPolicy
 from cowrec.data_pipeline.streams.reorder import follow
+from raw_cases import prepare_text
 from refusal import refused
 from stream_cases import (
+    SCHEMA,
     RandomSource,
     all_numbers,
     arrivals,
@@ -22,6 +28,7 @@ from stream_cases import (
     make_codec,
     numbered,
     numbers,
+    returned,
     sample,
     write_all,
     write_file,
@@ -373,3 +380,66 @@ def test_no_batch_is_of_a_single_sample_where_two_are_the_fewest(codec, tmp_path
     assert found == list(range(len(found)))
     assert count + 2 - len(found) in (0, 1)
     assert all(2 <= len(each) <= size for each in batches)
+
+
+@pytest.mark.parametrize("kind", ["json", "table"])
+def test_malformed_samples_are_kept_as_samples_that_prepare_reads(tmp_path, codec, kind):
+    """A producer renames the field `id` and writes the time as text; a schema file with these names reads the rest."""
+    wrong = [each | {"time": f"at {each['number']}"} for each in numbered(1, 20)]
+    given = lines(wrong) if kind == "json" else pa.Table.from_pylist(wrong)
+    chunks = {"p": given, "q": [*lines(numbered(20, 22)), b"\xff", b"[1]"]}
+    policy = MalformedPolicy(path=tmp_path / "malformed.jsonl", max_bytes=1000)
+    stream = SampleStream(RandomSource(chunks, random.Random(1)), codec, batch_size=1, malformed=policy)
+    assert sorted(all_numbers(stream)) == [20, 21]
+    files = [path for path in (tmp_path / "malformed.jsonl.1", policy.path) if path.exists()]
+    assert all(path.stat().st_size <= 1000 for path in files)
+    kept = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    found = [each["number"] for each in kept if "number" in each]
+    assert found == [*range(20)][-len(found) :]
+    assert all("column time" in each["malformed"] for each in kept if "number" in each)
+    assert {str(each["text"]) for each in kept if "text" in each} <= {"\ufffd", "[1]"}
+    (tmp_path / "schema.toml").write_text(re.sub("(?m)^(time|header|columns) =.*$", "", SCHEMA))
+    config = PrepareConfig(raw_ids=True, dense="none", test_fraction=0.0, on_bad_row="skip", max_bad_rows=2)
+    schema = prepare("tabular", [policy.path], tmp_path / "out", config, schema_file=tmp_path / "schema.toml")
+    assert schema.split("train").rows == policy.path.read_text().count('"label"') > 1
+
+
+def test_too_many_malformed_samples_are_waited_for_or_end_the_run(tmp_path, codec, monkeypatch):
+    """The position is kept: once the samples are mended, each is trained on."""
+    monkeypatch.setattr("cowrec.data_pipeline.streams.stream.CORRECTION_SECONDS", 0.0)
+    monkeypatch.setattr("cowrec.data_pipeline.streams.malformed.RECENT", 50)
+    for action in ("stop", "wait"):
+        source = RandomSource({"p": [*lines(numbered(100)), *[b"{"] * 100]}, random.Random(3))
+        policy = MalformedPolicy(0.2, action)
+        stream = SampleStream(
+            source, codec, batch_size=1, malformed=policy, journal=tmp_path / action, max_wait_seconds=0.01
+        )
+        found = returned(stream, 90)
+        if action == "stop":
+            refused("of the last .* samples are malformed, more than online.max_malformed_share = 0.2", list, stream)
+            continue
+        for _ in range(40):
+            batch = stream.next_batch(0.02)
+            found += numbers(batch) if batch else []
+        assert stream.waits_for_correction
+        position = stream.position.partitions["p"]
+        assert 100 <= position < 130
+        source.partitions["p"][position:] = lines(numbered(position, 200))
+        found += all_numbers(stream)
+        assert found == [*range(100), *range(position, 200)]
+        assert stream.counters["malformed"] == position - 100
+        assert not stream.waits_for_correction
+
+
+def test_missing_values_are_counted_by_field(codec, tmp_path_factory):
+    """As in the data set: a missing number is encoded as 0, which a number may be too."""
+    without = {"label": 1, "number": 0, "time": 3}
+    given = lines([*numbered(1, 3), without, {**without, "tags": ["t"]}, {**without, "number": None, "id": "i"}])
+    stream = SampleStream(RandomSource({"p": given}, random.Random(0)), codec, batch_size=9)
+    assert len(all_numbers(stream)) == 5
+    assert stream.missing == {"number": 3, "id": 2, "tags": 2}
+    folder = tmp_path_factory.mktemp("shares")
+    config = PrepareConfig(raw_ids=True, dense="none", test_fraction=0.0)
+    prepare_text(folder, SCHEMA, "1,1,a,b,1\n0,2,,c,2\n1,3,,,2\n1,4,e,,2\n", config=config)
+    shares = MissingValues(SampleCodec.load(folder / "out")).usual_shares(folder / "out")
+    assert shares == {"number": 0.0, "id": 0.5, "tags": 0.5}

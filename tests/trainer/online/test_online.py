@@ -114,6 +114,11 @@ def test_an_idle_trainer_publishes_nothing_and_answers_prometheus(case: Path, tm
     assert max(Counter(steps).values()) <= 2
     assert (scraped["cowrec_online_samples_total",], scraped["cowrec_online_steps_total",]) == (200, 4)
     assert scraped["cowrec_online_stream_samples_total", "handed_out"] == 200
+    shares = {key[1]: value for key, value in scraped.items() if key[0] == "cowrec_online_usual_missing_share"}
+    counts = {key[1]: value for key, value in scraped.items() if key[0] == "cowrec_online_missing_values_total"}
+    assert shares.keys() == counts.keys() >= {"C1", "C2", "C3", "I1", "I2"}
+    assert not any((*shares.values(), *counts.values()))
+    assert scraped["cowrec_online_waits_for_correction",] == 0
     last = metrics(tmp_path / "run", "window")[-2]  # the last one was open until the end
     for key in ("auc", "calibration"):
         assert scraped[f"cowrec_online_window_{key}",] == pytest.approx(last[key], nan_ok=True)
