@@ -57,7 +57,7 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def require_target(path: Path, *, new: bool = False) -> None:
-    """Raises ValueError if no file, or no `new` one, can be written at a path; before the work that it is for."""
+    """Raises UserError if no file, or no `new` one, can be written at a path; call it before long work."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; name a file, such as {path / 'result'}")
     if path.exists() and not path.is_file():
@@ -79,17 +79,15 @@ def write_file(path: Path, content: bytes) -> None:
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Opens `<path>.partial` for writing; renames it to `path` when the block ends, or removes it on an exception.
 
-    What a killed process has left there is overwritten. Of a symbolic link, the file that it points to is replaced.
-
-    Raises:
-        ValueError: another one is writing it.
+    What a killed process has left there is overwritten. Where `path` is a symbolic link, its target is replaced. Raises
+    UserError if another process is writing the file.
     """
     path = Path(os.path.realpath(path))
     partial = path.with_name(path.name + PARTIAL)
     with naming_full_disk(path), open(partial, "wb", opener=_without_emptying) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had the lock until now may have renamed the file.
+            # The process that had the lock until now may have renamed the file.
             is_own = os.path.samestat(os.fstat(file.fileno()), partial.stat())
         except (BlockingIOError, FileNotFoundError):
             is_own = False
@@ -126,7 +124,7 @@ def checksum(path: Path) -> str:
 def locked(path: Path, busy: str = "") -> Iterator[None]:
     """Holds an exclusive lock on an existing file or folder; the system releases it when the process ends.
 
-    Raises ValueError if another process holds the lock, with the message `busy` if given.
+    Raises UserError if another process holds the lock, with the message `busy` if given.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -142,7 +140,7 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Creates a folder if needed and holds its lock. Raises ValueError if it is a file or in use by another process."""
+    """Creates a folder if needed and holds its lock. Raises UserError if it is a file or in use by another process."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,14 +149,14 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def earlier(path: Path) -> Path:
-    """The file that a full file of lines is renamed to, in place of the one before."""
+    """Returns the name that a full file of lines gets; it replaces the file that had this name before."""
     return path.with_name(f"{path.name}.1")
 
 
 def append_line(path: Path, line: bytes, max_bytes: int) -> bool:
     """Appends a line, with its line end; returns whether the file had `max_bytes` (0: no limit) and was renamed before.
 
-    Raises OSError if it cannot be written; the file has no part of it then.
+    Raises OSError if the line cannot be written; the file then holds no part of the line.
     """
     with naming_full_disk(path), path.open("ab", buffering=0) as file:
         size = file.tell()
@@ -173,7 +171,7 @@ def append_line(path: Path, line: bytes, max_bytes: int) -> bool:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The complete lines of both files, while another process may append to them; the last may be incomplete there.
+    """Reads the complete lines of both files, while another process may append to them.
 
     Raises FileNotFoundError if there is neither file.
     """
@@ -189,7 +187,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def _consistent(path: Path) -> tuple[bytes | None, bytes | None]:
-    """The contents of the file and of the one before it, between which no renaming took place."""
+    """Reads the file and the one before it, with no renaming between."""
     while True:
         try:
             with path.open("rb") as file:  # open until the end: its number is not given to another file meanwhile

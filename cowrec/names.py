@@ -14,15 +14,8 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def parse_count(text: str, key: str) -> int:
     """Reads a whole number with an optional unit: 64K is 65,536, for batch sizes, samples, rows and bytes alike.
 
-    A unit is a power of 1,024 everywhere, since batch sizes, buffers and memory are powers of two, and one letter
-    with two meanings would be misread.
-
-    Args:
-        text: digits, which underscores may group, and K, M, G or no unit.
-        key: the flag or key that the text is the value of.
-
-    Raises:
-        ValueError: any other text.
+    Raises UserError for any other text than digits, which underscores may group, and K, M, G or no unit; it names the
+    flag or key whose value the text is.
     """
     found = re.fullmatch(r"(-?[0-9]+(?:_[0-9]+)*)([KMG]?)", text.strip(), flags=re.IGNORECASE)
     if not found:
@@ -43,18 +36,13 @@ def hint(name: str, known: Iterable[str], otherwise: str = "known") -> str:
 
 
 def require(key: str, value: Any, fits: bool, what: str, *others: str) -> None:
-    """Raises SettingError, with the key and the value, unless the value fits.
-
-    Args:
-        what: names the values that fit.
-        others: keys on whose values that depends.
-    """
+    """Raises SettingError unless the value fits; ``what`` names such values, ``others`` keys that they depend on."""
     if not fits:
         raise SettingError(f"{key} must be {what}, got {value!r}", key, *others)
 
 
 def require_at_least(section: str, config: Any, keys: str, least: int = 0) -> None:
-    """Raises SettingError unless values of a section, keys with spaces between, are at least ``least`` and finite."""
+    """Raises SettingError unless the values of a section's keys are at least ``least`` and finite."""
     for key in keys.split():
         value = getattr(config, key)
         finite = " and finite" if isinstance(value, float) else ""
@@ -64,7 +52,7 @@ def require_at_least(section: str, config: Any, keys: str, least: int = 0) -> No
 
 def require_choices(flag: str, values: Sequence[Any], known: Collection[Any]) -> None:
     """Raises UserError unless a flag has one value, or several different ones, all of which are known."""
-    if unknown := [each for each in values if each not in known]:
+    if unknown := [value for value in values if value not in known]:
         raise UserError(f"{flag} {unknown[0]!r} is not known; known: {', '.join(map(str, known))}")
     if not values or len(set(values)) < len(values):
         raise UserError(f"{flag} needs one value or several different ones, got {list(values)}")

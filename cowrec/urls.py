@@ -13,9 +13,8 @@ _HOST_AND_PORT = re.compile(r"[^/:]+:\d+/")
 def without_credentials(url: str) -> str:
     """Returns a URL to show in messages and logs: `***` in place of user and password, and of options with secrets.
 
-    A path, which is not a URL, is returned as it is. A user without a password is shown, except that of Redis. What
-    is hidden reaches up to the last "@", so that a password with "/", "?" or "#" is hidden too, which makes the URL
-    invalid.
+    A path is returned as it is. A user without a password is shown, except one of Redis. What is hidden reaches up to
+    the last "@", so that a password with "/", "?" or "#" is hidden too.
     """
     scheme, found, rest = url.partition("://")
     if not found:
@@ -32,7 +31,7 @@ def without_credentials(url: str) -> str:
 
 
 def split_url(url: str) -> SplitResult:
-    """Splits a URL or a path. Raises ValueError, which does not show its credentials, if it is invalid."""
+    """Splits a URL or a path. Raises UserError, which does not show its credentials, if it is invalid."""
     try:
         parts = urlsplit(url)
         _ = parts.port if parts.scheme in ("redis", "rediss") else None

@@ -45,8 +45,8 @@ from cowrec.trainer.bench.parts import LEAST_STEPS, speed
 from cowrec.trainer.cli.flags import parse_list, parse_table_rows
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
-from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.run_dir import to_json
+from cowrec.trainer.runtime.environment import environment
 from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 

@@ -56,8 +56,8 @@ from cowrec.trainer.export.manifest import Manifest, fingerprint
 from cowrec.trainer.publishing.blob import Change, TableChange
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
-from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.run_dir import to_json
+from cowrec.trainer.runtime.environment import environment
 
 CONFIG = DriftConfig(rows=4_000_000, days=60.0)
 MODEL = ModelConfig(name="deepfm", embedding_dim=10, hidden=(400, 400, 400))

@@ -40,7 +40,7 @@ from cowrec.data_pipeline.synthetic.planted import auc
 from cowrec.trainer.publishing.follower import VersionReader
 from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.reports.plotting import plt
-from cowrec.trainer.runs.provenance import environment
+from cowrec.trainer.runtime.environment import environment
 from cowrec.trainer.serving.served_model import ServedModel
 
 CONFIG = Path(__file__).resolve().parents[1] / "trainer" / "configs" / "online.toml"

@@ -46,8 +46,8 @@ from cowrec.data_pipeline import SampleCodec, synthesize_drifting
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.runs.checkpoint import list_checkpoints
-from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.run_dir import CHECKPOINTS
+from cowrec.trainer.runtime.environment import environment
 from cowrec.trainer.serving.served_model import ServedModel
 
 ENDING = ("kill_trainer", "stop_trainer", "damaged_checkpoint")

@@ -80,7 +80,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "publishing": "",
         "online": "config runtime sharded_model runs measures training export publishing",
         "serving": "runs export publishing",
-        "bench": "config runtime reports sharded_model runs training",
+        "bench": "config runtime reports sharded_model runs",
         "sweep": "config runtime reports sharded_model runs measures training",
         "cli": ("config runtime reports runs training export publishing online serving bench sweep"),
         "__main__": "cli",

@@ -11,7 +11,7 @@ from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.trainer.bench.measurement import Case, criteo_config, make_schema
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
-from cowrec.trainer.runs.run_place import RunPlace
+from cowrec.trainer.runs.local_copy import RunPlace
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan
 from cowrec.trainer.training.state import TrainState

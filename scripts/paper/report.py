@@ -19,7 +19,7 @@ from cowrec.data_pipeline import Schema
 from cowrec.names import parse_count
 from cowrec.trainer.cli.flags import parse_list
 from cowrec.trainer.reports.plotting import plt, size_name
-from cowrec.trainer.runs.provenance import environment
+from cowrec.trainer.runtime.environment import environment
 
 PUBLISHED = Path(__file__).with_name("criteo.json")
 NAMES = {"deepfm": "DeepFM", "wdl": "W&D", "dcn": "DCN", "dcnmix": "DCN-v2 (mixture)", "dcnv2": "DCN-v2 (full matrix)"}

@@ -21,7 +21,7 @@ import torch
 
 from cowrec.data_pipeline import Reader, prepare
 from cowrec.data_pipeline.parallel import available_cores
-from cowrec.trainer.runs.provenance import environment
+from cowrec.trainer.runtime.environment import environment
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 
 BATCH_SIZE = 8192

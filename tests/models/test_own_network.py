@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import SparseField
 from cowrec.models import ModelConfig, build_model, loss_of, physical_dim, require_model
-from cowrec.trainer.runs.provenance import own_code
+from cowrec.trainer.runs.run_dir import own_code
 from refusal import refused
 
 MODULE = """

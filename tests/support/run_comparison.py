@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.tables import gathered_table
+from cowrec.trainer.sharded_model.build import gathered_table
 from cowrec.trainer.training.saved_run import run_of, trained_state
 from trainer_cases import checkpoint, tensors
 

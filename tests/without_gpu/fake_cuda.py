@@ -27,8 +27,8 @@ from torchrec.distributed import collective_utils, dist_data
 from torchrec.distributed.planner import planners
 from torchrec.sparse import jagged_tensor
 
+from cowrec.trainer.sharded_model.step import SequentialSteps
 from cowrec.trainer.training import state
-from cowrec.trainer.training.pipeline import SequentialSteps
 from device_watch import site
 
 

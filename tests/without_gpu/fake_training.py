@@ -41,11 +41,11 @@ from cowrec.sparse_opt.optim.embedding_adam import GraphedSteps
 from cowrec.trainer.config.run import config_from, with_defaults
 from cowrec.trainer.runs.checkpoint import _CpuStager
 from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.runtime.stopping import LossWatch
 from cowrec.trainer.sharded_model import build
+from cowrec.trainer.sharded_model import step as training_step
 from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan
-from cowrec.trainer.training import pipeline
-from cowrec.trainer.training.pipeline import Output, Step
+from cowrec.trainer.sharded_model.step import Output, TakeStep
+from cowrec.trainer.training.active_run import LossWatch
 from cowrec.trainer.training.state import TrainState
 from device_watch import Call, DeviceWatch, ReadWatch, numbers
 from fake_cuda import build_guard, fake_cuda, fake_process_group, run_with_guard, sizes_of_peers
@@ -164,7 +164,7 @@ class _Run:
     def __init__(self, case: Case, launches: list[Launch]) -> None:
         config, self._schema = with_defaults(config_from(case.config), 0), _schema(case.config)
         self._process = Process(case.rank, case.world_size, case.world_size, False, torch.device("cuda", case.rank))
-        with patch.object(pipeline, "CudaGraphCapture", lambda: self):
+        with patch.object(training_step, "CudaGraphCapture", lambda: self):
             self._state = TrainState(RunPlan.of(config, self._schema, self._process, schedule=LrSchedule(100)))
         self._losses = LossWatch(self._process)
         size = config.train.batch_size // self._process.world_size
@@ -211,10 +211,10 @@ class _Run:
         self._losses.add(step.loss, self._state.steps - 1)
 
     # This and the next stand for a CUDA graph.
-    def warm_up(self, step: Step) -> Output:
+    def warm_up(self, step: TakeStep) -> Output:
         return step()
 
-    def capture(self, step: Step) -> Step:
+    def capture(self, step: TakeStep) -> TakeStep:
         """Takes the step again, operator by operator, at each replay."""
 
         def replay() -> Output:

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, list_checkpoints
 from cowrec.trainer.runs.checkpoint_files import read_checkpoint
-from cowrec.trainer.runs.run_place import RunPlace
+from cowrec.trainer.runs.local_copy import RunPlace
 from cowrec.trainer.runtime.processes import Process
 
 GPU = torch.device("cuda", 0)

@@ -43,7 +43,7 @@ CROSSINGS = {
 }
 
 # Operators to which the host passes other numbers in every step. In a captured graph there can be none.
-CHANGING = {"fill_ in cowrec.trainer.sharded_model.dense_adam.DenseAdam.prepare"}  # the learning rate
+CHANGING = {"fill_ in cowrec.trainer.sharded_model.step.DenseAdam.prepare"}  # the learning rate
 
 # Reads from the device of several processes.
 EXCHANGED = {"sizes that the peers send", "torchrec.distributed.dist_data.KJTAllToAllTensorsAwaitable._wait_impl"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cowrec.data_pipeline.reading.reader import _copied_to_gpu
-from cowrec.trainer.training.pipeline import CudaGraphCapture
+from cowrec.trainer.sharded_model.step import CudaGraphCapture
 
 
 class Stream:

@@ -20,9 +20,8 @@ from cowrec.files import naming_full_disk
 from ..config.run import RunConfig
 from ..reports.plotting import size_name
 from ..reports.text_table import aligned
-from ..runs.provenance import environment
 from ..runs.run_dir import to_json
-from ..runtime.environment import launched_rank, launched_world_size
+from ..runtime.environment import environment, launched_rank, launched_world_size
 from ..runtime.errors import Interrupted, ProcessFailed
 from ..runtime.subprocess_call import Subprocess
 from .measurement import Bench, cases, measure, run_ids

@@ -33,9 +33,8 @@ from ..runtime.environment import prepare_process
 from ..runtime.processes import process_group
 from ..sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
 from ..sharded_model.check_run import check_run
-from ..sharded_model.dense_adam import DenseAdam
 from ..sharded_model.run_plan import RunPlan
-from ..training.pipeline import Pipeline, SequentialSteps, pipeline_of, why_not_captured
+from ..sharded_model.step import DenseAdam, Pipeline, SequentialSteps, pipeline_of, why_not_captured
 from .parts import (
     PROFILED_STEPS,
     WARMUP_STEPS,

@@ -26,7 +26,7 @@ from ..runtime.environment import prepare_process
 from ..runtime.processes import Process, process_group
 from ..sharded_model.build import dense_parameters, set_product_precision, shard, train_task
 from ..sharded_model.run_plan import RunPlan
-from ..training.pipeline import pipeline_of
+from ..sharded_model.step import pipeline_of
 from .parts import graph_captured, memory, reset_peak_memory, step_times, step_values
 
 NAME, EMBEDDING_DIM = "mlperf-dcnv2", 128

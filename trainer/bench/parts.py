@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from cowrec.models.linear_relu import linear_relu
 from cowrec.sparse_opt.kernels.profiling import EMBEDDING_UPDATE, ROW_GRADIENTS
 
-from ..training.pipeline import CapturedSteps, Pipeline
+from ..sharded_model.step import CapturedSteps, Pipeline
 
 WARMUP_STEPS = {"cpu": 3, "cuda": 10}
 """Steps before those that are timed. On CUDA the first ones compile kernels and capture a graph."""

@@ -27,7 +27,7 @@ for commands in (data_commands, train_commands, sweep_commands, model_commands, 
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from ..runs.provenance import library_versions
+        from ..runtime.environment import library_versions
 
         print("  ".join(f"{name} {version}" for name, version in library_versions().items()))
         raise typer.Exit

@@ -32,12 +32,7 @@ _OWN_DATA = """\
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section.
-
-    Attributes:
-        default: as TOML; "" if the key has no value unless it is set.
-        text: what the key does. Keys that are described together have the same.
-    """
+    """One key of a section: its default as TOML, "" without one, and its description, which several keys may share."""
 
     name: str
     default: str
@@ -45,13 +40,13 @@ class Key:
 
 
 def keys_of(kind: type) -> list[Key]:
-    """The keys of a section, a dataclass that describes all of them."""
+    """Returns the keys of a section, a dataclass that describes all of them."""
     texts = attribute_texts(kind)
-    return [Key(each.name, _default(each), texts[each.name]) for each in dataclasses.fields(kind)]
+    return [Key(field.name, _default(field), texts[field.name]) for field in dataclasses.fields(kind)]
 
 
 def attribute_texts(kind: type) -> dict[str, str]:
-    """Entries of the "Attributes:" of a docstring, by name, each as one paragraph."""
+    """Returns the entries of the "Attributes:" of a docstring, by name, each as one paragraph."""
     _, _, attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")
     entries = re.split(r"^    (?=\w+(?:, \w+)*: )", attributes, flags=re.MULTILINE)[1:]
     found: dict[str, str] = {}
@@ -63,9 +58,8 @@ def attribute_texts(kind: type) -> dict[str, str]:
 
 
 def toml_text(value: Any) -> str:
-    """A value as TOML in one line."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {toml_text(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key} = {toml_text(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_text, value))}]"
     return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
@@ -77,38 +71,36 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def presets() -> list[str]:
-    """Names of the shipped configurations, as ``--for`` takes them: those of a folder as FOLDER/NAME."""
-    names = (each.relative_to(_SHIPPED).with_suffix("").as_posix() for each in _SHIPPED.rglob("*.toml"))
+    """Lists the shipped configurations, as ``--for`` takes them: those of a folder as FOLDER/NAME."""
+    names = (file.relative_to(_SHIPPED).with_suffix("").as_posix() for file in _SHIPPED.rglob("*.toml"))
     return [OWN_DATA, *sorted(name for name in names if not name.endswith("_schema"))]
 
 
 def run_file(preset: str = OWN_DATA) -> str:
-    """The text of a run file. Raises ValueError if there is no such preset."""
+    """Writes a run file. Raises UserError if there is no such preset."""
     if preset not in presets():
         raise UserError(f"--for {preset!r} is not known; {hint_at(preset, presets())}")
     above, values = _HEAD + "\n" + _OWN_DATA, dict[str, Any]()
     if preset != OWN_DATA:
         text = (_SHIPPED / f"{preset}.toml").read_text(encoding="utf-8")
-        notes = [
-            line.removeprefix("#").removeprefix(" ") for line in text.split("\n\n")[0].splitlines() if line[:1] == "#"
-        ]
+        notes = [line[2:] for line in text.split("\n\n")[0].splitlines() if line[:1] == "#"]
         above = (_HEAD + "\n" + "\n".join(notes)).replace(f"trainer/configs/{preset}.toml", "run.toml")
         values = tomllib.loads(text)
     parts = ["\n".join(f"# {line}".rstrip() for line in above.rstrip().splitlines())]
-    for each in dataclasses.fields(RunConfig):
-        assert isinstance(each.default_factory, type)
-        parts.append("\n".join([f"[{each.name}]", *_lines(keys_of(each.default_factory), values.get(each.name, {}))]))
+    for section in dataclasses.fields(RunConfig):
+        assert isinstance(section.default_factory, type)
+        lines = _lines(keys_of(section.default_factory), values.get(section.name, {}))
+        parts.append("\n".join([f"[{section.name}]", *lines]))
     return "\n\n".join(parts) + "\n"
 
 
 def _lines(keys: list[Key], values: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of a section, each below its description; keys that share one follow each other."""
+    """Yields the keys of a section below their descriptions; keys that share one follow each other."""
     described = ""
     for key in keys:
         if key.text != described:
-            yield from (
-                f"# {line}" for line in wrap(f"{key.text[:1].upper()}{key.text[1:]}", _WIDTH, break_on_hyphens=False)
-            )
+            text = f"{key.text[:1].upper()}{key.text[1:]}"
+            yield from (f"# {line}" for line in wrap(text, _WIDTH, break_on_hyphens=False))
             described = key.text
         if key.name in values:
             yield f"{key.name} = {toml_text(values[key.name])}"

@@ -73,7 +73,7 @@ class RunConfig:
 
     @property
     def own_code(self) -> dict[str, str]:
-        """The keys that name code of the user's own, with its "module:name"."""
+        """Returns the keys that name code of the user's own, with its "module:name"."""
         named = {"model.name": self.model.name, "train.loss": self.train.loss}
         return {key: name for key, name in named.items() if is_import_path(name)}
 
@@ -81,11 +81,8 @@ class RunConfig:
 def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a run's TOML file and applies `section.key=value` overrides; their values are TOML or bare words (strings).
 
-    Args:
-        path: the file; None for the defaults.
-
-    Raises:
-        ValueError: a missing file or one that is not TOML, an unknown key, a value of the wrong type or out of range.
+    Without a path it returns the defaults. Raises UserError for a file that is missing or not TOML, an unknown key, or
+    a value of the wrong type or out of range.
     """
     path = None if path is None else Path(path)
     sections, folder = ({}, Path.cwd()) if path is None else (_read_toml(path), path.parent)
@@ -101,7 +98,7 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
 
 
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """The configuration with `section.key=value` overrides, checked. Raises ValueError as :func:`load_config` does."""
+    """Checks a configuration and applies overrides. Raises UserError as :func:`load_config` does."""
     config = checked_config(config)
     sections = to_plain(config)
     for override in overrides:
@@ -132,7 +129,7 @@ def _about(key: str) -> Iterator[None]:
 
 
 def _sets(override: str, keys: Sequence[str]) -> bool:
-    """Whether ``section.key=value`` sets one of the keys, a part of it, or a section that has it."""
+    """Tells whether ``section.key=value`` sets one of the keys, a part of it, or its section."""
     parts = [part.strip() for part in override.partition("=")[0].split(".")]
     return any(all(one == other for one, other in zip(parts, key.split("."), strict=False)) for key in keys)
 
@@ -140,7 +137,7 @@ def _sets(override: str, keys: Sequence[str]) -> bool:
 def _names_own_code(sections: Mapping[str, Any]) -> bool:
     tables = [(sections.get(section), key) for section, key in (("model", "name"), ("train", "loss"))]
     named = [table.get(key) for table, key in tables if isinstance(table, Mapping)]
-    return any(isinstance(each, str) and is_import_path(each) for each in named)
+    return any(isinstance(name, str) and is_import_path(name) for name in named)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -155,11 +152,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def apply_override(sections: dict[str, Any], override: str) -> None:
-    """Sets ``section.key`` of nested sections to a TOML value, or to the text itself where it is no TOML.
-
-    Raises:
-        ValueError: not of the form section.key=value, or the section is a value.
-    """
+    """Sets ``section.key`` of nested sections to a TOML value, or to the text itself where it is no TOML."""
     path, equals, text = override.partition("=")
     *tables, key = (part.strip() for part in path.split("."))
     if not equals or not tables or not all((*tables, key)):
@@ -177,14 +170,16 @@ def apply_override(sections: dict[str, Any], override: str) -> None:
 
 
 def with_values(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
-    """The configuration with other values in some sections, such as ``train={"epochs": 3}``."""
+    """Changes values in some sections, such as ``train={"epochs": 3}``."""
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     return dataclasses.replace(config, **changed)
 
 
 def checked_config(config: RunConfig) -> RunConfig:
-    """The configuration as its file would be read, numpy's numbers as Python's. Raises ValueError for what is none, or
-    has a value of a wrong type, as code may make one."""
+    """Returns the configuration as its file would be read, with numpy's numbers as Python's.
+
+    Raises UserError for a value of a wrong type.
+    """
     if not isinstance(config, RunConfig):
         raise UserError(f"config must be a RunConfig, got {config!r}; {_TO_CHANGE}")
     return config_from(to_plain(config))
@@ -193,26 +188,19 @@ def checked_config(config: RunConfig) -> RunConfig:
 def with_defaults(
     config: RunConfig, samples: int, begun: RunConfig | None = None, *, stream: bool = False
 ) -> RunConfig:
-    """The configuration with the batch size, and `optimizer.embedding_lr`, `lr_decay` and `l2`, where it has none.
+    """Sets the batch size, and `optimizer.embedding_lr`, `lr_decay` and `l2`, where a configuration has none.
 
-    The batch size is the largest power of two with at least 100 full steps in an epoch, but from 64 to 512: fewer steps
-    reach too little in the first epoch. "auto" is the largest, up to the samples, with which the run has FEW_STEPS
-    steps.
-
-    The tables' rate is EMBEDDING_LR up to RATE_SAMPLES samples and then falls with the root of their number. From
-    DECAY_SAMPLES samples and DECAY_STEPS steps on, both rates decay linearly where neither `embedding_lr` is given,
-    which may have been found without, nor `train.patience`, under which the end is not known. Both are for Adam alone:
-    Adagrad's rates fall by themselves.
-
-    L2 is 20 / samples times the number of epochs after the first, at most two, between 1e-6 and 1e-2. The sum of the
-    losses then has the same penalty for every number of samples, as under a normal prior of the weights; in the first
-    epoch no sample is seen again, so that nothing is learnt by heart. For measurements see results/README.md.
+    The rules are in :class:`TrainConfig` and :class:`OptimizerConfig`, their measurements in results/README.md. Rates
+    fall for Adam alone, since Adagrad's fall by themselves, and not with a given `embedding_lr`, which may have been
+    found without a decay, or with `train.patience`, under which the end of the run is unknown. L2 is inverse to the
+    number of samples, so that the sum of the losses has one penalty, as under a normal prior of the weights; it grows
+    with the epochs after the first, since ids are learnt by heart from repeated samples.
 
     Args:
-        samples: of the training split.
-        begun: configuration of the run that is resumed, which has all; they stay, also with more epochs.
-        stream: whether training is on a stream, which has no end and brings no sample again: the data set's size then
-            says how often ids occur, for the tables' rate, but neither L2 nor a decay follows from it.
+        samples: number of samples of the training split.
+        begun: configuration of the run that is resumed, whose values stay, also with more epochs.
+        stream: whether training is on a stream, which has no end and repeats no sample: neither L2 nor a decay then
+            follows from the size of the data set.
     """
     train, optimizer = config.train, config.optimizer
     if begun:
@@ -238,7 +226,7 @@ def with_defaults(
 
 
 def largest_batch(samples: int, epochs: int, most: int = 1 << 62) -> int:
-    """The largest power of two, up to ``most``, with which so many epochs have FEW_STEPS steps; else 1."""
+    """Finds the largest power of two, up to ``most``, with which so many epochs have FEW_STEPS steps; else 1."""
     enough = -(-FEW_STEPS // epochs)  # steps an epoch, of which the last may be short
     size = most
     while size > 1 and -(-samples // size) < enough:
@@ -247,11 +235,9 @@ def largest_batch(samples: int, epochs: int, most: int = 1 << 62) -> int:
 
 
 def few_steps_warning(config: RunConfig, samples: int, steps: int, *, validated: bool = False) -> str:
-    """A warning, with the remedy, of a run with fewer than FEW_STEPS steps; "" for others.
+    """Warns of fewer than FEW_STEPS steps; "" for other runs. ``samples`` are those of an epoch.
 
-    Args:
-        samples: that are trained on in an epoch.
-        validated: whether there are validation samples.
+    ``validated`` tells whether there are validation samples.
     """
     epochs, size = config.train.epochs, config.train.batch_size
     if steps >= FEW_STEPS:
@@ -269,7 +255,7 @@ def few_steps_warning(config: RunConfig, samples: int, steps: int, *, validated:
 
 
 def prepared_otherwise_warning(config: RunConfig, settings: Mapping[str, Any]) -> str:
-    """A warning, with the remedy, of `[prepare]` settings that a data set was not prepared with; "" for none."""
+    """Warns of `[prepare]` settings that a data set was not prepared with; "" without any."""
     there = prepared_with(settings)
     default = dataclasses.asdict(PrepareConfig())
     other = [
@@ -290,13 +276,13 @@ def save_config(config: RunConfig, path: str | os.PathLike[str], comment: str = 
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    """The keys of a configuration that have a value, by section."""
+    """Returns the keys of a configuration that have a value, by section."""
     plain: dict[str, Any] = _without_none(dataclasses.asdict(config))
     return plain
 
 
 def first_difference(there: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
-    """Names the first key in which two configurations differ, with both values; None if they are equal."""
+    """Describes the first key in which two configurations differ; None if they are equal."""
     for section in sorted(there.keys() | given.keys()):
         one, other = there.get(section, {}), given.get(section, {})
         for key in sorted(one.keys() | other.keys()):
@@ -306,7 +292,6 @@ def first_difference(there: Mapping[str, Any], given: Mapping[str, Any]) -> str 
 
 
 def config_from(values: Mapping[str, Any]) -> RunConfig:
-    """A run's configuration from plain values. Raises SettingError naming the key, the value and the remedy."""
     # Strict JSON mode requires exact types, but accepts a list for a tuple and an int for a float. Values that JSON
     # lacks (TOML's dates) become strings, which the message shows.
     text = json.dumps(_without_none(_with_counts(RunConfig, values)), default=plain_value)
@@ -317,7 +302,7 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
         place, wanted = first["loc"], first["msg"][:1].lower() + first["msg"][1:]
         if place and str(place[-1]).startswith("literal["):  # a word or a value of another type: an error for each
             place = place[:-1]
-            more = (each["msg"].removeprefix("Input should be ") for each in others if each["loc"][:-1] == place)
+            more = (other["msg"].removeprefix("Input should be ") for other in others if other["loc"][:-1] == place)
             wanted = ", or ".join([wanted, *more])
         key = ".".join(map(str, place))
         cause = first.get("ctx", {}).get("error")
@@ -331,25 +316,24 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _with_counts(hint: Any, value: Any, key: str = "") -> Any:
-    """Values in which the texts of counts, such as "64K", are numbers, where a whole number is asked for.
+    """Reads the texts of counts, such as "64K", where a whole number is expected.
 
-    Raises:
-        ValueError: a key is unknown, or has a value where it is a section.
+    Raises SettingError if a key is unknown, or has a value where it is a section.
     """
     prefix = f"{key}." if key else ""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise SettingError(f"{key} = {value!r} must be a section; write {key}.KEY = VALUE", key)
         hints = get_type_hints(hint)
-        for name, each in value.items():
+        for name, given in value.items():
             if name not in hints:
-                message = f"unknown key {prefix}{name} (= {each!r}); {_nearest_keys(name, hints, prefix)}"
+                message = f"unknown key {prefix}{name} (= {given!r}); {_nearest_keys(name, hints, prefix)}"
                 raise SettingError(message, prefix + name)
-        return {name: _with_counts(hints[name], each, prefix + name) for name, each in value.items()}
+        return {name: _with_counts(hints[name], given, prefix + name) for name, given in value.items()}
     if isinstance(value, Mapping) and get_origin(hint) is dict:
-        return {name: _with_counts(get_args(hint)[1], each, prefix + name) for name, each in value.items()}
+        return {name: _with_counts(get_args(hint)[1], given, prefix + name) for name, given in value.items()}
     if isinstance(value, list) and get_origin(hint) is tuple:
-        return [_with_counts(get_args(hint)[0], each, key) for each in value]
+        return [_with_counts(get_args(hint)[0], entry, key) for entry in value]
     if (key, value) == ("train.batch_size", "auto"):
         return AUTO_BATCH
     if isinstance(value, str) and hint in (int, int | None):
@@ -360,28 +344,28 @@ def _with_counts(hint: Any, value: Any, key: str = "") -> Any:
 
 @cache
 def _adapter() -> TypeAdapter[RunConfig]:
-    """The validator of configurations; pydantic takes tens of milliseconds to build one."""
+    """Makes the validator of configurations once; pydantic takes tens of milliseconds."""
     return TypeAdapter(RunConfig)
 
 
 def _nearest_keys(key: str, known: Mapping[str, Any], prefix: str) -> str:
-    """A hint at equal keys of other sections, else at keys that end so (for lr, dense_lr), else at the nearest."""
-    sections = {each.name: get_type_hints(each.default_factory) for each in dataclasses.fields(RunConfig)}
-    everywhere = [(f"{name}.{each}", each) for name, keys in sections.items() for each in keys]
+    """Hints at equal keys of other sections, else at keys that end so (for lr, dense_lr), else at the nearest."""
+    sections = {section.name: get_type_hints(section.default_factory) for section in dataclasses.fields(RunConfig)}
+    everywhere = [(f"{section}.{name}", name) for section, keys in sections.items() for name in keys]
     ending = f"_{key.replace('learning_rate', 'lr')}"
     nearest = nearest_name(key, known)
     found = (
-        [path for path, each in everywhere if each == key]
-        or [prefix + each for each in known if each.endswith(ending)]
-        or [prefix + each for each in known if each == nearest]
-        or [path for path, each in everywhere if each.endswith(ending)]
+        [path for path, name in everywhere if name == key]
+        or [prefix + name for name in known if name.endswith(ending)]
+        or [prefix + name for name in known if name == nearest]
+        or [path for path, name in everywhere if name.endswith(ending)]
     )
     return f"did you mean {' or '.join(found)}?" if found else f"known here: {', '.join(sorted(known))}"
 
 
 def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_none(each) for key, each in value.items() if each is not None}
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):
-        return [_without_none(each) for each in value]
+        return [_without_none(entry) for entry in value]
     return value

@@ -15,7 +15,7 @@ from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule, NoClip
 AUTO_BATCH = -1
 """`train.batch_size = "auto"`."""
 OnNonfinite = Literal["stop", "skip"]
-"""What is done about a batch that would make the model's state non-finite."""
+"""Treatment of a batch that would make the model's state non-finite."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class DataConfig:
 
     Attributes:
         dir: a prepared data set; `--data` overrides it.
-        resident: keep the samples that each epoch trains on or measures on the device: "yes", "no", or "auto" (if they
-            need at most half of the memory that the model leaves, as "yes" does for those that are measured).
-        window_rows: samples shuffled together, and in memory together while streaming.
+        resident: keep the samples of each epoch on the device: "yes", "no", or "auto" (if they need at most half of the
+            memory that the model leaves; so does "yes" for samples that are measured).
+        window_rows: number of samples that are shuffled together, and in memory together while streaming.
     """
 
     dir: str = ""
@@ -45,34 +45,31 @@ class TrainConfig:
         batch_size: samples per step over all processes. 0: by the number of training samples, the largest power of two
             with at least 100 full steps in an epoch, but from 64 to 512. "auto" (or -1): the largest power of two with
             which the run has 200 steps, but from 64 to 65,536. Both are optimizer.base_batch_size online.
-        eval_batch_size: the same at evaluation.
-        accumulation: parts of each global batch that a process takes one after the other, each with its forward and
-            backward pass, before the one step and clip over all of them: less memory for activations, the same results
-            up to rounding. Not with collisionless id tables, nor online.
+        eval_batch_size: samples per batch at evaluation.
+        accumulation: number of parts of each global batch that a process takes one after the other, before the one step
+            and clip over all of them: less memory for activations, the same results up to rounding. Not with
+            collisionless id tables, nor online.
         epochs: passes over the training set; at most, with `patience`.
-        validation_fraction: share of the training split, its last samples in the stored order, that is kept out of
-            training and measured after each epoch, for data without a validation split; 0: none.
+        validation_fraction: share of the training split, its last samples in the stored order, that is measured after
+            each epoch instead of trained on, for data without a validation split; 0: none.
         patience: epochs without a better validation quality, that of checkpoint.keep_best, after which training ends.
             0: never.
         seed: seed of initial values and shuffling.
         device: "auto" is CUDA on a machine with a GPU, else the CPU.
         log_every: steps between two lines of metrics, and between two checks that the loss is finite.
-        log_seconds: seconds between two lines about the progress of the run; a line comes with the next metrics, after
-            `log_every` steps. 0: no lines.
-        warm_start: folder of an earlier run whose weights to start from; rows are matched by the ids they stand for.
+        log_seconds: seconds between two lines about the progress of the run, which come with metrics. 0: no lines.
+        warm_start: folder of an earlier run whose weights to start from; rows are matched by their ids.
         timeout_seconds: time after which a process that keeps the others waiting counts as hung, which ends the run.
-        loss: loss of a sample: "bce", the binary cross-entropy; "focal", which counts samples less that are predicted
-            well already; or "module:function" for a loss of your own, (logits, label) -> loss of each sample. See
-            docs/models.md. AUC and logloss are measured whatever the loss.
+        loss: loss of a sample: "bce", the binary cross-entropy; "focal", in which well predicted samples count less; or
+            "module:function" for a loss of your own, (logits, label) -> loss of each sample; see docs/models.md.
         task_weights: weight of the loss of each of several labels, by its name, as a table; 1 for those not listed.
         loss_options: options of the loss, as a table: gamma and alpha of "focal", or those of your function.
-        trackers: trackers of experiments that get the metrics too: "mlflow", "wandb" or both. Server, project and
-            credentials come from the environment variables of their libraries; see docs/train.md.
+        trackers: trackers of experiments that get the metrics too: "mlflow", "wandb" or both; see docs/train.md.
         precision: precision of the network's hidden layers. "tf32" (CUDA only) rounds the factors of matrix products,
             "bfloat16" their results too; weights, logits, loss, moments and tables stay float32.
-        cuda_graph: on CUDA with one process, launch each step at once, as a captured CUDA graph, where the run allows
-            it: one id in each field, optimizer.embedding = "adam", and not optimizer.absent_rows = "dense". Results do
-            not depend on it.
+        cuda_graph: on CUDA with one process, launch each step as one captured CUDA graph, where the run allows it: one
+            id in each field, optimizer.embedding = "adam", and not optimizer.absent_rows = "dense". Results do not
+            depend on it.
     """
 
     batch_size: int = 0
@@ -120,8 +117,8 @@ class EvaluateConfig:
     """`[evaluate]`: what is measured beside the quality of the validation samples and the test split.
 
     Attributes:
-        by_id_counts: also measure thirds of the test samples by how often their ids occur in training; reads the ids of
-            the training split once more at the start, one field at a time.
+        by_id_counts: also measure thirds of the test samples by how often their ids occur in training, whose ids are
+            then read once more at the start.
     """
 
     by_id_counts: bool = False
@@ -156,13 +153,13 @@ class ShardingConfig:
 
     Attributes:
         plan: the kind of all tables. "table_wise": a table is on one process. "row_wise": its rows are split over all
-            processes. "column_wise": its columns are, into shards whose width is a multiple of four. "table_row_wise":
-            its rows are split over the processes of one machine. "data_parallel": every process has a copy, for small
-            tables. "auto": on CUDA the choice of TorchRec's planner; on CPU row-wise for a table of more than half of a
-            process's share of all bytes, else table-wise.
+            processes. "column_wise": its columns are split, into shards whose width is a multiple of four.
+            "table_row_wise": its rows are split over the processes of one machine. "data_parallel": every process has a
+            copy, for small tables. "auto": on CUDA the choice of TorchRec's planner; on CPU row-wise for a table of
+            more than half of a process's share of all bytes, else table-wise.
         tables: the kind of single tables, by the name of their field; takes precedence over the plan.
         memory: memory for tables and moments on CUDA: the "device"'s, or for larger tables the host's as unified memory
-            ("uvm"), which the GPU accesses over the bus. Data-parallel tables stay on the device.
+            ("uvm"). Data-parallel tables stay on the device.
     """
 
     plan: Literal["auto", "table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"] = "auto"
@@ -183,9 +180,9 @@ class OptimizerConfig:
         embedding: optimizer of the tables. "adam" is cowrec's Adam with coupled L2, on CPU and CUDA; the others are
             FBGEMM's fused ones ("fbgemm_adam" on CUDA only), with clip and L2 applied to the gradients of the batch's
             rows; every field then needs exactly one id per sample. "fbgemm_cowclip" is row-wise Adagrad with FBGEMM's
-            COWCLIP mode, which differs from the paper: the limit of a row is ``steps * max(||w||, 1e-5)``, with the
-            steps so far in which it appeared instead of its occurrences in the batch, whatever the scaling rule;
-            Adagrad accumulates the unclipped gradient; norms and scales are of complete rows, the wide weight included.
+            COWCLIP mode, which differs from the paper: the limit of a row is ``steps * max(||w||, 1e-5)``, where steps
+            counts the steps so far in which the row appeared; Adagrad accumulates the unclipped gradient; norms are of
+            complete rows, the wide weight included.
         absent_rows: for "adam", the update of rows without an id in the batch. "replay", the default, is the published
             algorithm: L2 and momentum move every row at every step; a row's steps are computed when it is next needed.
             "dense" computes the same at once, at the cost of the whole table. "lazy" skips these steps.
@@ -198,24 +195,22 @@ class OptimizerConfig:
             of the training split), between 1e-6 and 1e-2, and 1e-6 for a stream.
         embedding_lr_factors: factors of the learning rate of single tables, embeddings and wide weights, by the name of
             their field, or of the table that fields share, such as `{ city = 0.5 }`; 0 leaves a table as it is.
-            Scaling, warm-up and lr_decay apply to embedding_lr, of which each table keeps its share.
         weight_decay: decoupled weight decay of the tables (AdamW), embeddings and wide weights: each step multiplies
-            all rows by ``1 - lr * weight_decay`` beside the clipped Adam step, with optimizer.absent_rows = "lazy"
-            those of the batch alone. It is no part of the gradient, hence not clipped. Needs optimizer.embedding =
-            "adam".
+            all rows, with optimizer.absent_rows = "lazy" those of the batch, by ``1 - lr * weight_decay``. It is not
+            clipped. Needs optimizer.embedding = "adam".
         dense_weight_decay: the same for all parameters of the network, biases included. Both are values at the base
             batch size; the scaling rules keep the decay of a sample.
         cross_l2: coefficient of the squares of the parameters of cross layers, CIN and AutoInt; not scaled.
-        wide: optimizer of the wide weights. "ftrl" is FTRL-Proximal (McMahan et al. 2013) without L1, that is, Adagrad:
-            a weight's own rate falls as its id occurs. L2, weight decay and lr_decay do not apply to it. For ids that
-            keep coming, as online. Needs optimizer.embedding = "adam".
-        wide_alpha: rate of FTRL at every batch size: a weight's first step is ``wide_alpha * g / (1 + |g|)``, g being
-            its gradient of the sum of the batch's losses.
+        wide: optimizer of the wide weights. "ftrl" is FTRL-Proximal (McMahan et al. 2013) without L1: a weight's own
+            rate falls as its id occurs. L2, weight decay and lr_decay do not apply to it. It suits ids that keep
+            coming, as online. Needs optimizer.embedding = "adam".
+        wide_alpha: rate of FTRL at every batch size: a weight's first step is ``wide_alpha * g / (1 + |g|)``, where g
+            is its gradient of the sum of the batch's losses.
         warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
         lr_decay: how both learning rates fall. "linear" and "cosine": to 0 over train.epochs, in a straight line or
-            half a wave. A number of epochs: to a tenth after every so many. "none": they stay, as published. By default
-            "linear" from 100,000 training samples and 100 steps on for Adam, if neither embedding_lr nor train.patience
-            is set; else "none". A stream has no epochs, so that neither this nor the warm-up has an effect online.
+            half a wave. A number of epochs: to a tenth after every so many epochs. "none": they stay, as published. By
+            default "linear" from 100,000 training samples and 100 steps on for Adam, if neither embedding_lr nor
+            train.patience is set; else "none". Neither this nor the warm-up has an effect online.
         betas, eps, adam_epsilon: Adam's values, dense and embedding, betas and eps at the base batch size;
             `adam_epsilon` selects the position of eps in the formula ("torch" or "keras").
         embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.
@@ -267,19 +262,19 @@ class OptimizerConfig:
                 "optimizer.absent_rows",
                 "optimizer.embedding",
             )
-        if self.embedding != "adam" and self.wide == "ftrl":
-            raise SettingError(
-                f'optimizer.wide = "ftrl" needs optimizer.embedding = "adam", got {self.embedding!r}: FBGEMM\'s fused'
-                " optimizers update the wide weight with its row; leave it out or change the optimizer",
-                "optimizer.wide",
-                "optimizer.embedding",
-            )
         if self.wide != "ftrl" and self.wide_alpha != OptimizerConfig.wide_alpha:
             raise SettingError(
                 f'optimizer.wide_alpha = {self.wide_alpha} has no meaning for optimizer.wide = "{self.wide}"; set that'
                 ' to "ftrl", or leave the rate out',
                 "optimizer.wide_alpha",
                 "optimizer.wide",
+            )
+        if self.embedding != "adam" and self.wide == "ftrl":
+            raise SettingError(
+                f'optimizer.wide = "ftrl" needs optimizer.embedding = "adam", got {self.embedding!r}: FBGEMM\'s fused'
+                " optimizers update the wide weight with its row; leave it out or change the optimizer",
+                "optimizer.wide",
+                "optimizer.embedding",
             )
         if self.embedding != "adam" and self.weight_decay:
             raise SettingError(
@@ -292,9 +287,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ClipConfig:
-    """`[clip]`: the rule for the embedding rows.
-
-    A rule accepts its own values only; "none" ignores all values.
+    """`[clip]`: the rule for the embedding rows; it accepts its own values only, and "none" ignores all values.
 
     Attributes:
         rule: one of the clip rules. "field", "adaptive_field" and "global" take the norm over the batch's rows, or over
@@ -319,15 +312,15 @@ class ClipConfig:
         kind: Any = CLIP_RULES[self.rule]
         values = {key: value for key, value in dataclasses.asdict(self).items() if key != "rule"}
         given = {key: value for key, value in values.items() if value is not None}
-        known = {each.name for each in dataclasses.fields(kind)}
+        defaults = {key.name: key.default for key in dataclasses.fields(kind)}
         for key, value in given.items():
-            if key not in known:
-                takes = f"it takes {', '.join(sorted(known))}" if known else "it takes no values"
+            if key not in defaults:
+                takes = f"it takes {', '.join(sorted(defaults)) or 'no values'}"
                 message = f"clip.{key} = {value} has no meaning for clip.rule = {self.rule!r}; {takes}"
                 raise SettingError(message, f"clip.{key}", "clip.rule")
-        for each in dataclasses.fields(kind):
-            if each.default is dataclasses.MISSING and each.name not in given:
-                raise SettingError(f"clip.rule = {self.rule!r} needs clip.{each.name}", "clip.rule")
+        for key, default in defaults.items():
+            if default is dataclasses.MISSING and key not in given:
+                raise SettingError(f"clip.rule = {self.rule!r} needs clip.{key}", "clip.rule")
         rule: ClipRule = kind(**given)
         return rule
 
@@ -348,10 +341,8 @@ class OnlineConfig:
         window: sample time over which progressive AUC, logloss and calibration are computed.
         snapshot_seconds: time between two checkpoints.
         on_nonfinite: at a batch whose loss or gradient is not finite, or so large that moments would overflow: "skip"
-            it, which saves its samples in the run's folder `quarantine`; or "stop". Ten such batches in a row end the
-            run.
-        report_seconds: time between two reports of what arrived, also while nothing is trained on; samples that were
-            left out are warned of.
+            it and save its samples in the run's folder `quarantine`; or "stop". Ten such batches in a row end the run.
+        report_seconds: time between two reports of what arrived, with warnings of samples that were left out.
         max_malformed_share: largest share of malformed samples among the last 1,000 and those that arrive; 1: any.
         on_malformed: beyond that share, "wait", which takes no further sample, keeps the position and asks again every
             ten seconds, or "stop", which ends the run.
@@ -359,13 +350,12 @@ class OnlineConfig:
             `malformed.jsonl.1`, and what was that is removed; 0: no limit.
         damaged_files: at a file of the source that cannot be read, "stop", or "skip" it with a warning.
         metrics_port: port on which Prometheus reads the metrics of the run; 0: none.
-        metrics_file_bytes: size at which `metrics.jsonl` becomes `metrics.jsonl.1`, and what was that is removed; 0: no
-            limit.
+        metrics_file_bytes: size at which `metrics.jsonl` replaces `metrics.jsonl.1`; 0: no limit.
         metrics_host: address to listen on; by default the loopback address, which other machines cannot reach.
         publish_seconds: time between two publications of rows.
         dense_seconds: time between two publications of the dense weights.
-        keep_full_versions: full versions that a publication keeps, with the deltas after the oldest of them; `cowrec
-            versions --republish` goes back to any of these.
+        keep_full_versions: number of full versions that a publication keeps, with the deltas after the oldest of them,
+            to which `cowrec versions --republish` can go back.
     """
 
     lateness: str = ""
@@ -470,8 +460,8 @@ class IdConfig:
             require_at_least(key, own, "capacity threshold", 1)
             require(f"{key}.capacity", own.capacity, own.capacity < 1 << 31, "below 2^31")
             require(f"{key}.threshold", own.threshold, own.threshold < 1 << 16, "below 2^16")
-            for each in ("window", "expire_after"):
-                seconds(getattr(own, each), f"{key}.{each}")
+            for time in ("window", "expire_after"):
+                seconds(getattr(own, time), f"{key}.{time}")
             if own.window and own.admission != "count":
                 raise SettingError(
                     f'{key}.window = {own.window!r} has no meaning for {key}.admission = "{own.admission}"; set that to'
@@ -490,7 +480,6 @@ class IdConfig:
                 )
 
     def of_table(self, name: str) -> "IdConfig":
-        """The settings of one table, without :attr:`tables`."""
         own = copy(self)  # without the checks, which call this
         given = vars(self.tables[name]) if name in self.tables else {}
         vars(own).update(
@@ -499,10 +488,9 @@ class IdConfig:
         return own
 
     def table_fields(self, known: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Fields of each table; tables are in the order of their first field.
+        """Returns the fields of each table, in the order of their first field.
 
-        Raises:
-            ValueError: a table with an unknown field, or a field in two tables.
+        Raises UserError for a table with an unknown field, or a field in two tables.
         """
         table_of: dict[str, str] = {}
         for table, own in self.tables.items():
@@ -523,7 +511,7 @@ class IdConfig:
 
 
 def seconds(text: str, key: str) -> int:
-    """Seconds of a time such as "90s", "30m", "12h", "30d" or "4w"; 0 for an empty text. Raises ValueError else."""
+    """Converts a time such as "90s", "30m", "12h", "30d" or "4w"; "" is 0. Raises SettingError for another text."""
     if not text:
         return 0
     found = re.fullmatch(r"([1-9][0-9]*)\s*([smhdw])", text)
@@ -534,9 +522,9 @@ def seconds(text: str, key: str) -> int:
 
 
 def _refuse_without_meaning(key: str, given: IdConfig | TableIds, kind: str) -> None:
-    """Raises ValueError for settings that no table has, because of its kind."""
+    """Raises SettingError for settings that have no effect on tables of a kind, nor on single tables of other kinds."""
     tables = given.tables.values() if isinstance(given, IdConfig) else ()
-    kinds = {kind, *(each.kind for each in tables if each.kind)}
+    kinds = {kind, *(table.kind for table in tables if table.kind)}
     unused = () if "collisionless" in kinds else ("when_full", "admission", "threshold", "window", "expire_after")
     for name in (*unused, *["capacity"] * (kinds == {"rows"})):
         value = getattr(given, name)

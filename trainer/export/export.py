@@ -27,12 +27,11 @@ from cowrec.sparse_opt import IdTables
 
 from ..runs.checkpoint_files import checksums
 from ..runs.local_copy import local_copy, written_folder
-from ..runs.provenance import own_code
-from ..runs.run_dir import VOCABULARY
+from ..runs.run_dir import VOCABULARY, own_code
 from ..runtime.environment import launched_world_size
 from ..runtime.processes import process_group
-from ..sharded_model.build import dense_tensors
-from ..sharded_model.tables import TableSpec, gathered_table, tables_of
+from ..sharded_model.build import dense_tensors, gathered_table, tables_of
+from ..sharded_model.run_plan import TableSpec
 from ..training.saved_run import run_of, trained_state
 from .manifest import DENSE, MANIFEST, NETWORK, TABLES, Manifest, Precision, TableManifest, dequantise, quantise
 

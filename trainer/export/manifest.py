@@ -27,7 +27,7 @@ from cowrec.files import write_file
 from cowrec.models import ModelConfig
 
 from ..runs.checkpoint_files import damage
-from ..runs.provenance import OwnCode
+from ..runs.run_dir import OwnCode
 
 Precision = Literal["float32", "float16", "int8"]
 _MAX_INT8 = 127  # symmetric: -128 is not used

@@ -20,7 +20,7 @@ HARDLY_ANY = 1e-4
 
 
 def clip_remark(statistics: Mapping[str, Any] | None) -> str | None:
-    """A sentence for a run whose clip had no effect, or almost none; None for others, and without a clip."""
+    """Returns a sentence for a run whose clip had no effect, or almost none; None for others, and without a clip."""
     if not statistics or not statistics["rows"] or statistics["clipped_share"] >= HARDLY_ANY:
         return None
     share = f"{100 * statistics['clipped_share']:.2g}"
@@ -38,13 +38,12 @@ class ClipWatch:
 
     * rows: rows that had a gradient; a row counts once in each step that has its id.
     * clipped_share: share of these rows whose gradient exceeded its limit; NaN without rows.
-    * limit_to_norm: limit / ||g|| of the typical row of the latest step; below 1 if most rows were clipped. For one
-      table it is the median over its rows. For several tables, or several processes with rows of one table, it is
-      the median of their medians, weighted by their rows.
+    * limit_to_norm: limit / ||g|| of the median row of the latest step; below 1 if most rows were clipped. Over several
+      tables or processes it is the median of their medians, weighted by their rows.
 
     Args:
         stats: returns the statistics of this process's tables since training began.
-        tables: names of the tables in the model, and as readings have them.
+        tables: names that readings use, by the names of the tables in the model.
     """
 
     def __init__(self, stats: Callable[[], Mapping[str, TableStats]], tables: Mapping[str, str], process: Process):
@@ -54,19 +53,18 @@ class ClipWatch:
         self._before = np.zeros((1, len(tables), 3))  # counts of the run before it was interrupted
 
     def read(self) -> dict[str, Any]:
-        """Statistics since the last call. Waits for the device. All processes call together."""
+        """Returns the statistics since the last call. Waits for the device. All processes call together."""
         before, self._latest = self._latest, self._gathered()
         since = self._latest.copy()
         since[..., :2] -= before[..., :2]
         return _reading(since, self._shown)
 
     def total(self) -> dict[str, Any]:
-        """Statistics from the beginning to the last :meth:`read`."""
+        """Returns the statistics from the beginning to the last :meth:`read`."""
         return _reading(np.concatenate([self._latest, self._before]), self._shown)
 
     def counts(self) -> dict[str, list[int]]:
-        """Rows and clipped rows of each table from the beginning to now, for a checkpoint. Waits for the device; all
-        processes call together."""
+        """Returns rows and clipped rows of each table until now, for a checkpoint. Calls and waits are as in `read`."""
         sums = np.concatenate([self._gathered(), self._before])[..., :2].sum(0).astype(int).tolist()
         return dict(zip(self._tables, sums, strict=True))
 
@@ -77,7 +75,7 @@ class ClipWatch:
                 self._before[0, index] = *counts[table], nan
 
     def _gathered(self) -> np.ndarray:
-        """Rows, clipped rows and median norm to limit, float64 [P, T, 3]; zeros if a process has no rows."""
+        """Gathers rows, clipped rows and median norm to limit, float64 [P, T, 3]; zeros if a process has no rows."""
         own = np.zeros((len(self._tables), 3))
         for name, table in self._stats().items():
             if table.rows:
@@ -91,13 +89,11 @@ class ClipWatch:
 
 
 def _reading(counts: np.ndarray, tables: Sequence[str]) -> dict[str, Any]:
-    """Statistics over all tables and of each table, from counts [P, T, 3]."""
     fields = {name: _summary(counts[:, index]) for index, name in enumerate(tables)}
     return {**_summary(counts.reshape(-1, 3)), "fields": fields}
 
 
 def _summary(counts: np.ndarray) -> dict[str, float]:
-    """Statistics of counts [N, 3], added up; see :class:`ClipWatch` for the ratio."""
     rows, clipped, ratio = counts.T
     total = int(rows.sum())
     norm_to_limit = _weighted_median(ratio[~np.isnan(ratio)], rows[~np.isnan(ratio)])
@@ -109,7 +105,7 @@ def _summary(counts: np.ndarray) -> dict[str, float]:
 
 
 def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
-    """Least value for which the weights up to it are at least half of all; NaN without weight."""
+    """Returns the least value up to which the weights are at least half of all; NaN without weight."""
     if not weights.any():
         return nan
     order = np.argsort(values)

@@ -20,12 +20,12 @@ BINS = 20
 
 
 class Samples(NamedTuple):
-    """Predictions of samples and what they are compared with, on one device.
+    """Predictions of samples and their labels, on one device.
 
     Attributes:
         logits: float [R], or [R, T] of T > 1 tasks.
         label: float32, of the same shape; from 0 to 1, NaN where unknown.
-        weight: of samples, float32 [R]; None where all have the same.
+        weight: sample weights, float32 [R]; None where all are equal.
         true_logit: logit of the true click probability, float32 [R]; None where it is unknown.
     """
 
@@ -34,21 +34,19 @@ class Samples(NamedTuple):
     weight: Tensor | None = None
     true_logit: Tensor | None = None
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Samples":
-        """The same with every column changed."""
-        weight, true_logit = (None if each is None else change(each) for each in (self.weight, self.true_logit))
-        return Samples(change(self.logits), change(self.label), weight, true_logit)
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Samples":
+        return Samples(*(None if column is None else change(column) for column in self))  # type: ignore[arg-type]
 
     def where(self, chosen: Tensor) -> "Samples":
-        """The chosen samples: by a mask, bool [R], or by indices."""
-        return self.each(lambda column: column[chosen])
+        """Chooses samples by a mask, bool [R], or by indices."""
+        return self.map(lambda column: column[chosen])
 
     def of_task(self, task: int) -> "Samples":
-        """Logits and labels of one task, [R]."""
+        """Returns the samples with the logits and labels of one task, [R]."""
         return self if self.logits.ndim == 1 else self._replace(logits=self.logits[:, task], label=self.label[:, task])
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Logits as float32, labels and weights (ones where there are none) as float64, [R] each, of one task."""
+        """Returns logits as float32, labels and weights (1 where there are none) as float64, [R] each, of one task."""
         label = self.label.cpu().numpy().astype(np.float64)
         weight = np.ones_like(label) if self.weight is None else self.weight.cpu().numpy().astype(np.float64)
         return self.logits.float().cpu().numpy(), label, weight
@@ -56,15 +54,15 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationBins:
-    """Samples in at most ``BINS`` bins of ascending predictions and of equal weight, as nearly as possible.
+    """Samples in at most ``BINS`` bins of ascending predictions and of nearly equal weight.
 
-    Equal predictions are in one bin, so that bins may be fewer.
+    Equal predictions are in one bin.
 
     Attributes:
         lower, upper: lowest and highest prediction of each bin.
-        prediction: mean prediction.
+        prediction: mean prediction of each bin.
         ctr: mean label.
-        weight: sum of the weights of the samples; their number where they have none.
+        weight: sum of the samples' weights; their number where they have none.
     """
 
     lower: tuple[float, ...]
@@ -77,8 +75,7 @@ class CalibrationBins:
     def error(self) -> float:
         """Expected calibration error: the weighted mean of ``|prediction - ctr|`` over the bins.
 
-        Source: Guo et al. 2017 (arXiv 1706.04599), equation 3; bins of equal weight instead of equal width, since most
-        click probabilities are small.
+        Source: Guo et al. 2017 (arXiv 1706.04599), equation 3, with bins of equal weight instead of equal width.
         """
         rows = zip(self.prediction, self.ctr, self.weight, strict=True)
         return sum(abs(p - y) * w for p, y, w in rows) / sum(self.weight)
@@ -89,34 +86,31 @@ class Quality:
     """Quality of a model's predictions of a split, or of a group of its samples.
 
     Where samples have weights, all means and pairs are weighted. A sample whose label is a rate y between 0 and 1
-    counts as a click of y times its weight and another sample of 1 - y times its weight. The expected values are those
-    over all labels that the true probabilities p could have given: without the noise of the labels drawn, and without
-    weights. They are None where p is not known.
+    counts as a click of y times its weight and another sample of 1 - y times its weight. The expected values, without
+    weights, are means over all labels that the true probabilities p could have given. They are None where p is not
+    known.
 
     Attributes:
         auc: area under the ROC curve, exact (no binning); NaN where the samples have one class only.
         logloss: mean binary cross-entropy, in nats; NaN without samples.
         rows: samples whose label is known and whose weight is above 0.
-        normalized_entropy: logloss over that of predicting `ctr` for every sample; 1 is a model that knows nothing
-            else. NaN where the samples have one class only. He et al. 2014 (Practical Lessons from Predicting Clicks on
-            Ads at Facebook), equation 1, with the click rate of the measured samples.
+        normalized_entropy: logloss over that of predicting `ctr` for every sample; NaN where the samples have one class
+            only. He et al. 2014 (Practical Lessons from Predicting Clicks on Ads at Facebook), equation 1.
         calibration: mean prediction over mean label, of the same paper; 1 is best. NaN without a click.
         calibration_error: see :class:`CalibrationBins`; NaN without samples.
         ctr: mean label.
-        effective_clicks, effective_others: numbers of samples of each class that would tell as much if all weighed the
-            same: (sum of the weights)^2 / (sum of their squares), which is their number where they have no weights;
-            of rates at most the number of samples.
-        calibration_bins: of the complete split.
+        effective_clicks, effective_others: Kish's effective numbers of samples of each class: (sum of weights)^2 / (sum
+            of their squares), the number of samples where they have no weights; of rates at most that number.
+        calibration_bins: bins of the complete split.
         expected_auc: probability that a click's logit exceeds another sample's, over labels drawn with p; see
             :func:`measure`.
         expected_logloss: mean of -(p log q + (1 - p) log(1 - q)) for predictions q.
-        excess_logloss: expected_logloss less its least possible value, that of q = p: the mean Kullback-Leibler
-            divergence of q from p.
-        by_id_counts: the same of each third of the samples; see :func:`id_count_thirds`.
-        newest: of a test split by time, the same of its newest tenth.
-        over_time: of a test split with times, the same of each tenth by its first time, in Unix seconds; see
+        excess_logloss: expected_logloss less that of q = p: the mean Kullback-Leibler divergence of q from p.
+        by_id_counts: quality of each third of the samples; see :func:`id_count_thirds`.
+        newest: quality of the newest tenth of a test split by time.
+        over_time: quality of each tenth of a test split with times, by its first time in Unix seconds; see
             :func:`tenths_by_time`.
-        by_task: of several tasks, the quality of each; the other values are those of the main one.
+        by_task: quality of each of several tasks; the other values are those of the main one.
     """
 
     auc: float
@@ -144,10 +138,7 @@ class Quality:
         return f"AUC {self.auc:.4f}  logloss {self.logloss:.4f}  calibration {self.calibration:.3f}{excess}"
 
     def values(self) -> dict[str, Any]:
-        """The values that are known, by name, as they are stored: plain numbers, lists and dictionaries.
-
-        Those of each of several tasks are ``auc_<task>`` and so on.
-        """
+        """Returns the known values by name, as plain numbers, lists and dictionaries; of a task ``auc_<task>`` etc."""
         values: dict[str, Any] = _plain(dataclasses.asdict(dataclasses.replace(self, by_task=None)))
         for task, quality in (self.by_task or {}).items():
             values |= {f"{name}_{task}": value for name, value in quality.values().items()}
@@ -158,15 +149,15 @@ class Quality:
 
 
 WORSE, PERFECT = 0.003, 0.99
-"""What AUC must have lost since an earlier epoch, and what it must reach, for a remark."""
+"""Loss of AUC since an earlier epoch, and AUC, above which a run gets a remark."""
 
 
 def auc_remark(values: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) -> str | None:
-    """A sentence for a run whose AUC fell in later epochs, or is too good to be true; None for others.
+    """Returns a sentence for a run whose AUC fell in later epochs, or is too good to be true; None for others.
 
     Args:
-        values: measures of the report, of the test split.
-        epochs: of the validation samples or of the test split after each epoch up to the one of the report.
+        values: measures of the test split.
+        epochs: measures after each epoch up to that of ``values``.
     """
     if values["auc"] > PERFECT:
         return (
@@ -174,7 +165,7 @@ def auc_remark(values: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) -
             " cowrec evaluate --importance tells which fields the model uses"
         )
     key = "validation_auc" if "validation_auc" in values else "auc"
-    best = max(epochs, key=lambda each: -1.0 if math.isnan(each[key]) else float(each[key]))
+    best = max(epochs, key=lambda epoch: -1.0 if math.isnan(epoch[key]) else float(epoch[key]))
     if not best[key] - values[key] > WORSE:
         return None
     hold_out = "train.validation_fraction = 0.1, " if key == "auc" else ""
@@ -186,12 +177,8 @@ def auc_remark(values: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) -
 
 
 def calibration_remark(values: Mapping[str, Any]) -> str | None:
-    """A sentence for a run whose predictions of the newest test samples are off by more than a tenth, and by chance
-    alone hardly would be; None for others, and for splits that are not by time.
-
-    Args:
-        values: of a test split, as :meth:`Quality.values` returns them.
-    """
+    """Returns a sentence for a run whose predictions of the newest test samples are off by more than a tenth, and by
+    more than chance explains; None for others, and for splits that are not by time. ``values`` are of a test split."""
     newest = values.get("newest")
     if not newest or not newest["ctr"] > 0:
         return None
@@ -215,11 +202,10 @@ def calibration_remark(values: Mapping[str, Any]) -> str | None:
 
 
 def require_distinct_measures(labels: Sequence[str]) -> None:
-    """Raises ValueError if two measures of several labels would have one name, such as `auc_<label>`."""
-    own = [each.name for each in dataclasses.fields(Quality)]
-    report = ["auc_remark", "calibration_remark"]
+    """Raises UserError if two measures of several labels would have one name, such as `auc_<label>`."""
+    own = [field.name for field in dataclasses.fields(Quality)]
     of_labels = [f"{measure}_{label}" for label in labels for measure in own] if len(labels) > 1 else []
-    for name, count in Counter([*own, *report, *of_labels]).items():
+    for name, count in Counter([*own, "auc_remark", "calibration_remark", *of_labels]).items():
         if count > 1:
             taken = [label for label in labels if name.endswith(f"_{label}")]
             raise UserError(
@@ -229,20 +215,19 @@ def require_distinct_measures(labels: Sequence[str]) -> None:
 
 
 def measure_tasks(samples: Samples, labels: Sequence[str]) -> Quality:
-    """Measures the main task, that of the first label; of several tasks each."""
-    quality = measure(samples.of_task(0))
+    """Measures the main task, that of the first label, and where there are several, each task."""
+    qualities = {label: measure(samples.of_task(task)) for task, label in enumerate(labels)}
     if len(labels) == 1:
-        return quality
-    others = {label: measure(samples.of_task(task)) for task, label in enumerate(labels) if task}
-    by_task = {label: each.without_bins() for label, each in {labels[0]: quality, **others}.items()}
-    return dataclasses.replace(quality, by_task=by_task)
+        return qualities[labels[0]]
+    by_task = {label: quality.without_bins() for label, quality in qualities.items()}
+    return dataclasses.replace(qualities[labels[0]], by_task=by_task)
 
 
 def measure(samples: Samples) -> Quality:
     """Measures predictions of one task, as float32; samples whose label is unknown are left out.
 
-    The expected AUC is P / (p * (1 - p') summed over all pairs of different samples), where P is the same sum over the
-    pairs that the logits order rightly, of equal logits half of them.
+    The expected AUC is P / S. S is the sum of p * (1 - p') over all pairs of different samples, and P the same sum over
+    the pairs that the logits order rightly; pairs of equal logits count half in P.
     """
     samples = samples.where(~samples.label.isnan())
     unknown_truth = samples.true_logit is not None and bool(samples.true_logit.isnan().any())
@@ -290,7 +275,7 @@ def measure(samples: Samples) -> Quality:
 
 
 def group_aucs(logits: np.ndarray, label: np.ndarray, weight: np.ndarray, groups: np.ndarray, count: int) -> np.ndarray:
-    """AUC of each group: the weighted share of its pairs of a click and a non-click that the logits order rightly.
+    """Computes the AUC of each group: the weighted share of its pairs of a click and a non-click in the right order.
 
     A pair weighs the product of its two weights; one of equal logits counts half.
 
@@ -298,7 +283,7 @@ def group_aucs(logits: np.ndarray, label: np.ndarray, weight: np.ndarray, groups
         logits: float32 [R].
         label: from 0 to 1, float64 [R].
         weight: at least 0, float64 [R].
-        groups: of the samples, int64 [R], in [0, count).
+        groups: group of each sample, int64 [R], in [0, count).
         count: number of groups, G.
 
     Returns:
@@ -308,13 +293,13 @@ def group_aucs(logits: np.ndarray, label: np.ndarray, weight: np.ndarray, groups
         return np.full(count, nan)
     order = np.lexsort((logits, groups))
     scores, groups = logits[order], groups[order]
-    clicks, others = (_by_score(scores, (weight * each)[order], groups) for each in (label, 1 - label))
+    clicks, others = (_by_score(scores, (weight * chosen)[order], groups) for chosen in (label, 1 - label))
     of_block = groups[_block_starts(scores, groups)]
     # Each group's weights have the sum 1, so that sums over all groups are as exact for one of small weights.
     totals = np.bincount(of_block, clicks + others, count)
     totals[totals == 0] = 1
-    clicks, others = (each / totals[of_block] for each in (clicks, others))
-    group_clicks, group_others = (np.bincount(of_block, each, count) for each in (clicks, others))
+    clicks, others = clicks / totals[of_block], others / totals[of_block]
+    group_clicks, group_others = np.bincount(of_block, clicks, count), np.bincount(of_block, others, count)
     # A difference of the same sums, which is exactly 0 in a group without others.
     before_group = np.append(0.0, others.cumsum())[np.searchsorted(of_block, of_block)]
     pairs = np.bincount(of_block, clicks * (others.cumsum() - others / 2 - before_group), count)
@@ -323,21 +308,14 @@ def group_aucs(logits: np.ndarray, label: np.ndarray, weight: np.ndarray, groups
 
 
 def group_ranks(logits: np.ndarray, label: np.ndarray, groups: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """NDCG and reciprocal rank of each group, of its samples in descending order of their logits.
+    """Computes NDCG and the reciprocal rank of each group, with its samples in descending order of their logits.
 
     DCG is the sum of label / log2(1 + rank), ranks counted from 1 (Järvelin and Kekäläinen 2002), and NDCG its share of
     the largest possible one. Samples of equal logits share the mean of their discounts, as in scikit-learn's
     ``ndcg_score``. The reciprocal rank is that of the first sample with a click, which stands behind other samples of
     its logit.
 
-    Args:
-        logits: float32 [R].
-        label: from 0 to 1, float64 [R].
-        groups: of the samples, int64 [R], in [0, count).
-        count: number of groups, G.
-
-    Returns:
-        Two arrays, float64 [G]; NaN for a group without a click.
+    Arguments are those of :func:`group_aucs`. Returns two float64 [G]; NaN for a group without a click.
     """
     ndcg, reciprocal = np.full(count, nan), np.full(count, nan)
     if not len(logits):
@@ -362,17 +340,17 @@ def group_ranks(logits: np.ndarray, label: np.ndarray, groups: np.ndarray, count
 
 
 def entropy(p: float) -> float:
-    """Entropy of a click of probability p in (0, 1), in nats."""
+    """Computes the entropy of a click of probability p in (0, 1), in nats."""
     return float(-p * np.log(p) - (1 - p) * np.log1p(-p))
 
 
 def _effective_size(weight: np.ndarray) -> float:
-    """Kish's effective sample size of weights above 0, float64 [R]; 0 without samples."""
+    """Computes Kish's effective sample size of weights above 0, float64 [R]; 0 without samples."""
     return float(weight.sum() ** 2 / np.square(weight).sum()) if len(weight) else 0.0
 
 
 def _block_starts(scores: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
-    """Index of the first sample of each block of equal sorted scores, and groups, int64 [U]."""
+    """Finds the first sample of each block of equal sorted scores, and groups: int64 [U]."""
     changes = scores[1:] != scores[:-1]
     if groups is not None:
         changes |= groups[1:] != groups[:-1]
@@ -386,13 +364,13 @@ def _by_score(scores: np.ndarray, values: np.ndarray, groups: np.ndarray | None 
 
 
 def _ordered_pairs(positive: np.ndarray, negative: np.ndarray) -> np.ndarray:
-    """Pairs of each block's positive with lower blocks' negative weights, and half of those within it: [U]."""
+    """Sums each block's pairs of positive with lower blocks' negative weights, and half of those within it: [U]."""
     pairs: np.ndarray = positive * (negative.cumsum() - negative / 2)
     return pairs
 
 
 def _cross_entropy(logits: np.ndarray, p: np.ndarray) -> np.ndarray:
-    """-(p log q + (1 - p) log(1 - q)) of logits of q, float64; NaN or infinite for a logit that is not finite."""
+    """Computes -(p log q + (1 - p) log(1 - q)), float64, from logits of q; NaN or infinite if the logit is."""
     x = logits.astype(np.float64)
     size = np.abs(x)
     with np.errstate(invalid="ignore"):
@@ -401,24 +379,23 @@ def _cross_entropy(logits: np.ndarray, p: np.ndarray) -> np.ndarray:
 
 
 def _probability(logits: np.ndarray) -> np.ndarray:
-    """Sigmoid in float64."""
     x = logits.astype(np.float64)
     small = np.exp(-np.abs(x))
     return np.where(x >= 0, 1 / (1 + small), small / (1 + small))
 
 
 def _calibration_bins(prediction: np.ndarray, clicks: np.ndarray, weight: np.ndarray) -> CalibrationBins:
-    """Bins of blocks with ascending predictions, all float64 [U]."""
+    """Bins blocks of ascending predictions; all are float64 [U]."""
     middle = weight.cumsum() - weight / 2
     numbers = np.minimum(middle * (BINS / weight.sum()), BINS - 1).astype(np.int64)
     starts = np.concatenate([[0], np.flatnonzero(numbers[1:] != numbers[:-1]) + 1])
     ends = np.append(starts[1:], len(numbers)) - 1
-    weights, clicked, predicted = (np.add.reduceat(each, starts) for each in (weight, clicks, prediction * weight))
+    weights, clicked, predicted = (np.add.reduceat(values, starts) for values in (weight, clicks, prediction * weight))
     columns = (prediction[starts], prediction[ends], predicted / weights, clicked / weights, weights)
-    return CalibrationBins(*(tuple(each.tolist()) for each in columns))
+    return CalibrationBins(*(tuple(column.tolist()) for column in columns))
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items() if each is not None}
+        return {key: _plain(entry) for key, entry in value.items() if entry is not None}
     return list(value) if isinstance(value, tuple) else value

@@ -32,9 +32,9 @@ class Segments:
     """Groups of the samples of a split by a column; a sample with several ids is in the group of each of them.
 
     Attributes:
-        groups: of each pair, in [0, G), int64 [K].
+        groups: group of each pair, in [0, G), int64 [K].
         samples: position of each pair's sample in the split, int64 [K].
-        values: of the groups, [G].
+        values: value of each group, [G].
         names: returns the names of values.
     """
 
@@ -45,10 +45,9 @@ class Segments:
 
     @staticmethod
     def of(data_dir: Path, split: str, column: str) -> "Segments":
-        """Groups a split by a sparse field or a kept column; reads that column, 16 bytes a pair.
+        """Groups a split by a sparse field or a kept column, which is read, 16 bytes a pair.
 
-        Raises:
-            ValueError: the data set has no such column, or a shard is missing or damaged.
+        Raises UserError if the data set has no such column, or a shard is missing or damaged.
         """
         schema = Schema.load(data_dir)
         if column in schema.kept:
@@ -57,7 +56,7 @@ class Segments:
             values = coded.dictionary.to_numpy(zero_copy_only=False)
             groups = np.array(coded.indices, np.int64)
             samples = np.arange(len(coded))
-            return Segments(groups, samples, values, lambda chosen: [each or _MISSING_NAME for each in chosen.tolist()])
+            return Segments(groups, samples, values, lambda chosen: [name or _MISSING_NAME for name in chosen.tolist()])
         field = _sparse_field(schema, column, data_dir)
         stored = read_columns(data_dir, schema, split, [column])[column].combine_chunks()
         if not pa.types.is_list(stored.type):
@@ -80,12 +79,12 @@ class Segments:
               1703.02091; Zhou et al. 2018, arXiv 1706.06978); NaN without such a group;
             * ndcg, mrr: means of NDCG and of the reciprocal rank, without weights, over the same groups; the gain of
               a sample is its label;
-            * groups, groups_in_gauc: their numbers;
+            * groups, groups_in_gauc: numbers of all groups and of these;
             * share_in_gauc: share of the samples, by weight, in these groups;
             * largest: id and :class:`Quality` of each of the ``top`` groups with most weight, in descending order;
             * rest: :class:`Quality` of the samples in all other groups; None if there are none.
         """
-        logits, label, weight = (each[self.samples] for each in split.arrays())
+        logits, label, weight = (column[self.samples] for column in split.arrays())
         known = ~np.isnan(label)
         groups, samples, weight, count = self.groups[known], self.samples[known], weight[known], len(self.values)
         of_groups = np.bincount(groups, weight, count)
@@ -116,12 +115,12 @@ class Segments:
 
 
 def id_count_thirds(data_dir: Path, split: str, train_rows: int | None = None) -> np.ndarray:
-    """Thirds of a split's samples by the mean over fields of log(1 + occurrences of the sample's id in training).
+    """Divides a split by the mean over fields of log(1 + occurrences of the sample's id in training).
 
-    Samples with equal means are in one third, so that it depends on a sample's ids alone.
+    Samples with equal means are in one third.
 
     Args:
-        train_rows: training samples in which ids are counted, the first ones; by default all.
+        train_rows: number of training samples, the first ones, in which ids are counted; by default all.
 
     Returns:
         Index into ``THIRDS`` of each sample in the stored order, int8 [R].
@@ -134,11 +133,11 @@ def id_count_thirds(data_dir: Path, split: str, train_rows: int | None = None) -
 
 
 def tenths_by_time(data_dir: Path, split: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Tenths of a split's samples by their times; samples of one time are in one of them, so there may be fewer.
+    """Divides a split into at most ten parts by time; samples of one time are in one part.
 
     Returns:
-        The tenth of each sample in the stored order, from 0, the oldest, int64 [R]; and the first time of each tenth,
-        Unix seconds, int64. None where the samples have no times.
+        Part of each sample in the stored order, from 0, the oldest, int64 [R]; and the first time of each part, Unix
+        seconds, int64. None where the samples have no times.
     """
     schema = Schema.load(data_dir)
     if not schema.timed or not schema.split(split).rows:
@@ -150,17 +149,17 @@ def tenths_by_time(data_dir: Path, split: str) -> tuple[np.ndarray, np.ndarray] 
 
 
 def divided_by_time(data_dir: Path) -> bool:
-    """Whether the test split of a data set has the newest samples."""
+    """Tells whether the test split of a data set has the newest samples."""
     return "split" in Schema.load(data_dir).settings
 
 
 def _sparse_field(schema: Schema, column: str, data_dir: Path) -> SparseField:
-    """The sparse field of a name. Raises ValueError for a name that samples cannot be grouped by."""
-    for field in schema.sparse:
-        if field.name == column:
-            return field
-    known = ", ".join(dict.fromkeys([*(each.name for each in schema.sparse), *schema.kept])) or "none"
-    if column in (each.name for each in schema.dense):
+    """Returns the sparse field of a name. Raises UserError for a name that samples cannot be grouped by."""
+    fields = {field.name: field for field in schema.sparse}
+    if column in fields:
+        return fields[column]
+    known = ", ".join([*fields, *(name for name in schema.kept if name not in fields)]) or "none"
+    if column in (field.name for field in schema.dense):
         raise UserError(
             f"{column!r} of {data_dir} is a number, by which samples cannot be grouped; prepare it in"
             f" buckets, or choose one of: {known}"
@@ -169,11 +168,11 @@ def _sparse_field(schema: Schema, column: str, data_dir: Path) -> SparseField:
 
 
 def _id_names(data_dir: Path, field: SparseField, ids: np.ndarray) -> list[str]:
-    """The ids as the vocabulary has them; numbers where there is none."""
+    """Returns the ids as the vocabulary has them; numbers where there is none."""
     names = {OUT_OF_VOCABULARY: _UNKNOWN_NAME, MISSING: _MISSING_NAME}
     if field.encoding == "vocabulary":
         values = pq.read_table(vocabulary_file(data_dir, field.vocabulary), columns=["value"])["value"]
-        own = [each for each in ids.tolist() if each >= RESERVED_ROWS]
-        rows = pa.array([each - RESERVED_ROWS for each in own], pa.int64())
+        own = [row for row in ids.tolist() if row >= RESERVED_ROWS]
+        rows = pa.array([row - RESERVED_ROWS for row in own], pa.int64())
         names |= dict(zip(own, values.take(rows).to_pylist(), strict=True))
-    return [names.get(each, str(each)) for each in ids.tolist()]
+    return [names.get(row, str(row)) for row in ids.tolist()]

@@ -32,17 +32,15 @@ from cowrec.urls import without_credentials
 from ..config.run import RunConfig, checked_config, load_config, with_defaults, with_values
 from ..config.sections import seconds
 from ..runs.checkpoint import checkpoint_name, list_checkpoints
+from ..runs.local_copy import RunPlace
 from ..runs.metrics_log import MetricsLog
 from ..runs.run_dir import CONFIG, JOURNAL, MALFORMED, REPORT, write_json
-from ..runs.run_place import RunPlace
 from ..runtime.processes import Peers, Process, from_first, on_first, process_group
-from ..runtime.stopping import StopRequest, stop_requests
 from ..sharded_model.build import has_batch_norm
 from ..sharded_model.check_run import check_run
 from ..sharded_model.run_plan import LrSchedule, RunPlan
-from ..training.active_run import ActiveRun, require_run_dir
-from ..training.dataloading import even_slice
-from ..training.report import settings_summary, shared_report
+from ..sharded_model.step import even_slice
+from ..training.active_run import ActiveRun, StopRequest, require_run_dir, stop_requests
 from ..training.warm_start import warm_start
 from .measurements import WINDOW_FILE, Measurements, metrics_endpoint
 from .publication import Due, OnlinePublication
@@ -288,7 +286,7 @@ class _OnlineTrainer:
             "world_size": self.process.world_size,
             "id_tables": id_tables,
             "batches_set_aside": self.run.set_aside,
-            **shared_report(self.run),
+            **self.run.report(),
         }
         return from_first(self.process, lambda: {**self.measured.report(self.stream), **shared})
 
@@ -324,7 +322,7 @@ class _OnlineTrainer:
     def summary(self, source: str) -> str:
         return (
             f"{self.config.model.name} on {self.codec.schema.name}, following {without_credentials(source)}\n"
-            f"batch {self.config.train.batch_size}, {settings_summary(self.run)}"
+            f"batch {self.config.train.batch_size}, {self.run.settings_summary()}"
         )
 
 

@@ -242,7 +242,7 @@ class ProgressiveQuality:
         self, logits: Tensor, labels: Tensor, times: Tensor, weights: Tensor | None = None
     ) -> Iterator[WindowQuality]:
         """Adds a batch's logits, labels, times and weights, each [B]; yields the windows that it closes."""
-        samples = Samples(logits.detach().double(), labels.detach(), weights).each(Tensor.cpu)
+        samples = Samples(logits.detach().double(), labels.detach(), weights).map(Tensor.cpu)
         self.newest_time = max(self.newest_time, int(times.max()))
         windows = torch.div(times.cpu(), self._window, rounding_mode="floor")
         if self._open is not None:

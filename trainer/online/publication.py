@@ -29,7 +29,8 @@ from ..publishing.publisher import Publisher
 from ..publishing.target import open_target
 from ..runs.run_dir import VOCABULARY
 from ..runtime.processes import CHUNK, Peers, Process, from_first, on_first
-from ..sharded_model.tables import TableSpec, local_shards, tables_of
+from ..sharded_model.build import local_shards, tables_of
+from ..sharded_model.run_plan import TableSpec
 from ..training.state import TrainState
 
 BASE = "base"

@@ -24,10 +24,10 @@ _SMOOTHED = 40
 
 @dataclass(frozen=True)
 class RunCurves:
-    """What a run has written so far.
+    """The metrics that a run has written so far.
 
     Attributes:
-        name: of the run, for legends.
+        name: label of the run in legends.
         steps: lines of kind "train" of its ``metrics.jsonl``.
         epochs: lines of kind "eval"; where the test split was measured at the end, with its measures.
         clips: lines of kind "clip"; none in a run without a clip.
@@ -40,11 +40,7 @@ class RunCurves:
 
     @staticmethod
     def read(name: str, metrics: Path) -> "RunCurves":
-        """Reads a run's ``metrics.jsonl``, and what was renamed when it was full.
-
-        Raises:
-            ValueError: the run has no metrics yet, or they are damaged.
-        """
+        """Reads a run's ``metrics.jsonl`` and its earlier part. Raises UserError if it has no metrics or is damaged."""
         lines = _lines(metrics)
         of_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "test", "clip")}
         if not of_kind["train"]:
@@ -54,17 +50,17 @@ class RunCurves:
         return RunCurves(name, of_kind["train"], epochs, of_kind["clip"])
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps, and the values of a key of the training lines; NaN where a line has none."""
+        """Returns steps, and the values of a key of the training lines; NaN where a line has none."""
         return _column(self.steps, "step"), _column(self.steps, key)
 
     def by_epoch(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Epochs, counted from 1, that have a measure, and its values."""
+        """Returns the epochs, counted from 1, that have a measure, and its values."""
         values = _column(self.epochs, key)
         known = ~np.isnan(values)
         return _column(self.epochs, "epoch")[known] + 1, values[known]
 
     def epochs_of(self, steps: np.ndarray) -> np.ndarray:
-        """The time of steps in epochs; in steps where no epoch is complete."""
+        """Converts steps to epochs; returns steps where no epoch is complete."""
         if not self.epochs:
             return steps
         ends, epochs = _column(self.epochs, "step"), _column(self.epochs, "epoch") + 1
@@ -75,10 +71,9 @@ class RunCurves:
 
 
 def read_baselines(metrics: Path) -> list[dict[str, Any]]:
-    """Reads what ``cowrec baseline`` wrote in place of a run's metrics, a line for each model; of a run nothing.
+    """Reads the lines of ``cowrec baseline`` in a file of metrics, one a model; a run has none.
 
-    Raises:
-        ValueError: the file does not exist, or is damaged.
+    Raises UserError if the file does not exist or is damaged.
     """
     return [line for line in _lines(metrics) if line["kind"] == "baseline"]
 
@@ -93,9 +88,9 @@ def _lines(metrics: Path) -> list[dict[str, Any]]:
 
 
 def curves_table(runs: Sequence[RunCurves], baselines: Sequence[dict[str, Any]] = ()) -> str:
-    """AUC and logloss of each run after its last epoch, and the best of any with its epoch, a line each.
+    """Makes a table of AUC and logloss: a line for each run, after its last epoch and its best one, and each baseline.
 
-    Lines of baselines, which :func:`read_baselines` returns, follow the runs.
+    The baselines are from :func:`read_baselines`.
     """
     rows = [["run", "epochs", "last AUC", "best (epoch)", "last logloss", "best (epoch)", "calibration", "samples/s"]]
     for run in runs:
@@ -124,10 +119,7 @@ def curves_table(runs: Sequence[RunCurves], baselines: Sequence[dict[str, Any]] 
 
 
 def plot_runs(runs: Sequence[RunCurves], path: Path, baselines: Sequence[dict[str, Any]] = ()) -> Path:
-    """Draws the runs in one figure, a colour each: loss, quality, learning rates, speed, calibration, and the clip.
-
-    AUC and logloss of baselines are horizontal lines.
-    """
+    """Draws the runs in one figure, a colour each; AUC and logloss of baselines are horizontal lines."""
     figure, axes = plt.subplots(2, 4, figsize=(19, 8), layout="constrained")
     losses, auc, logloss, shares, rates, speeds, calibration, limits = axes.flat
     unit = "epoch" if all(run.epochs for run in runs) else "step"
@@ -158,7 +150,7 @@ def plot_runs(runs: Sequence[RunCurves], path: Path, baselines: Sequence[dict[st
         auc.axhline(line["auc"], color="gray", ls=style, label=line["model"])
         logloss.axhline(line["logloss"], color="gray", ls=style)
     for axis in (auc, logloss):
-        axis.set_xlim(0.5, max([1, *(each["epoch"] + 1 for run in runs for each in run.epochs)]) + 0.5)
+        axis.set_xlim(0.5, max([1, *(line["epoch"] + 1 for run in runs for line in run.epochs)]) + 0.5)
     losses.set(title="training loss", xlabel=unit)
     auc.set(title="AUC (dashed: of validation samples)", xlabel="epoch")
     logloss.set(title="logloss (dashed: of validation samples)", xlabel="epoch")
@@ -182,7 +174,7 @@ def plot_runs(runs: Sequence[RunCurves], path: Path, baselines: Sequence[dict[st
 
 
 def _smoothed(times: np.ndarray, values: np.ndarray, how: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Means of times and of values in at most as many parts of the curve."""
+    """Averages times and values over at most `_SMOOTHED` parts of the curve."""
     known = ~np.isnan(values)
     times, values = times[known], values[known]
     parts = np.array_split(np.arange(len(times)), min(_SMOOTHED, len(times))) if len(times) else []

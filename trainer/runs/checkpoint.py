@@ -48,19 +48,16 @@ from .checkpoint_files import (
     manifest_checksum,
     rank_of,
 )
+from .local_copy import RunPlace
 from .run_dir import CHECKPOINTS
-from .run_place import RunPlace
 
 _PREFIX, _PARTIAL, _REPLACED = "step_", ".partial", "replaced.partial"
 _LONGEST_SKEW = timedelta(minutes=30)
 """Longest wait of a process that has written its part for those that have not."""
 _FILE_BYTES, _MOST_FILES = 1 << 30, 8
-"""A process writes a file for each of so many bytes, at most so many files: side by side, as their checksums."""
+"""A process writes one file for so many bytes, at most so many files, in parallel; so are checksums computed."""
 _ABANDON_SECONDS = 10.0
-"""Longest wait for a checkpoint when the run fails; a process that hangs or has ended never completes its part.
-
-It is less than the half minute after which torchrun kills.
-"""
+"""Longest wait for a checkpoint when the run fails, less than the half minute after which torchrun kills."""
 
 WriteFiles = Callable[[Path], None]
 """Writes further files into the folder of a checkpoint."""
@@ -79,10 +76,11 @@ class Progress:
         epoch_step: steps taken in the current epoch.
         device: kind of device, "cpu" or "cuda"; each has its own order of the samples of an epoch.
         epochs: measurements after each epoch.
-        training: of each epoch that has begun, the steps measured, the sum of their losses, and their seconds.
-        samples, seconds: samples trained on so far, and the time their steps took.
+        training: for each epoch that has begun, the number of measured steps, the sum of their losses, and their
+            seconds.
+        samples, seconds: samples trained on so far, and the duration of their steps.
         clip: [rows, clipped rows] of each table so far; empty without a clip.
-        set_aside: batches that were not trained on, because they would have made the state non-finite.
+        set_aside: number of batches that would have made the state non-finite, and were not trained on.
     """
 
     step: int = 0
@@ -98,22 +96,23 @@ class Progress:
 
 
 def best_epoch(epochs: Sequence[dict[str, Any]], metric: str) -> dict[str, Any] | None:
-    """The first epoch with the best "auc" or "logloss": of the validation samples if there are any, else of the test
-    split. None if no epoch has a finite value."""
+    """Returns the first epoch with the best "auc" or "logloss" of validation samples, else of the test split.
+
+    None if no epoch has a finite value.
+    """
     sign = 1 if metric == "auc" else -1
-    values = [(each.get(f"validation_{metric}", each.get(metric)), each) for each in epochs]
-    known = [(sign * value, each) for value, each in values if value is not None and isfinite(value)]
+    values = [(epoch.get(f"validation_{metric}", epoch.get(metric)), epoch) for epoch in epochs]
+    known = [(sign * value, epoch) for value, epoch in values if value is not None and isfinite(value)]
     return max(known, key=lambda pair: pair[0])[1] if known else None
 
 
 def checkpoint_name(step: int) -> str:
-    """Name of the folder of a finished checkpoint."""
     return f"{_PREFIX}{step:09d}"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints of a run, oldest first, without copies of other names."""
-    found = (each for each in folder.glob(f"{_PREFIX}*") if each.name.removeprefix(_PREFIX).isdecimal())
+    """Lists the finished checkpoints of a run, oldest first, without copies of other names."""
+    found = (path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal())
     return sorted(found, key=_step)
 
 
@@ -124,11 +123,9 @@ def _step(checkpoint: Path) -> int:
 class Checkpoints:
     """Writer of a run's checkpoints. All processes make the same calls together.
 
-    Args:
-        place: of the run, to which checkpoints are uploaded while training continues.
-
     Attributes:
-        folder, fetch: local folder of the checkpoints, and what gets files of them that this host lacks.
+        folder: local folder of the checkpoints.
+        fetch: gets files of them that this host lacks.
         latest: the newest checkpoint known to be complete.
     """
 
@@ -136,8 +133,7 @@ class Checkpoints:
         self.latest: Path | None = None
         self.folder, self.fetch = place.folder / CHECKPOINTS, place.fetch
         self._place, self._config, self._process = place, config, process
-        # The writing threads need their own group: their collectives must not interleave with the model's, and are on
-        # the CPU, which the default group of a single GPU does not reach.
+        # The writing threads need their own group on the CPU: their collectives must not interleave with the model's.
         own = process.world_size > 1 or process.device.type == "cuda"
         self._group: Any = dist.new_group(backend="gloo", timeout=max(process.timeout, _LONGEST_SKEW)) if own else None
         self._pending: tuple[int, Future[Path | None]] | None = None
@@ -145,9 +141,9 @@ class Checkpoints:
         self._remedy = ""
 
     def clean(self) -> None:
-        """Removes unfinished checkpoints of a killed process; call it while holding the run's folder.
+        """Removes unfinished checkpoints of a killed process; one that lacks its name alone gets it.
 
-        One that had all but its final name, as the earlier one of its step had to go first, gets it.
+        Call it while holding the run's folder.
         """
 
         def remove() -> None:
@@ -161,7 +157,7 @@ class Checkpoints:
         on_first(self._process, remove)
 
     def find(self) -> tuple[Path, Progress] | None:
-        """The newest intact checkpoint, from which the run continues; see :func:`find_checkpoint`."""
+        """Finds the newest intact checkpoint, from which the run continues; see :func:`find_checkpoint`."""
         found = find_checkpoint(self.folder, self._process, fetch=self.fetch)
         if found:
             self.latest = found[0]
@@ -172,16 +168,13 @@ class Checkpoints:
     ) -> None:
         """Writes ``folder/step_N``, which appears complete or not at all; returns once the state has been copied.
 
-        If it cannot be written, a warning is given, earlier checkpoints stay and the run continues; see
-        :meth:`finish`.
-
-        Args:
-            write_files: called later, on the first process, while training continues.
+        If it cannot be written, a warning is given, earlier checkpoints stay and the run continues until
+        :meth:`finish`. ``write_files`` is called on the first process while training continues.
         """
         self._settle()
         partial = self.folder / f"{checkpoint_name(progress.step)}{_PARTIAL}"
-        # The staged state is on the CPU. A copy ahead would wait for a stream of the GPU, in which a captured graph,
-        # at that moment, allows no thread to wait.
+        # The staged state is on the CPU. A copy ahead would wait for a stream of the GPU, which the capture of a graph
+        # forbids.
         files = min(available_cores(), _MOST_FILES, 1 + _local_bytes(state) // _FILE_BYTES)
         writer = FileSystemWriter(partial, thread_count=files, per_thread_copy_ahead=0)
         written: Future[Any] = dcp.async_save(  # type: ignore[assignment]
@@ -223,10 +216,10 @@ class Checkpoints:
         of_all: list[Files | OSError] = [uploaded] * self._process.world_size
         dist.gather_object(uploaded, of_all if self._process.is_first else None, group=self._group)
         found: dict[str, Sequence[Any]] = {}
-        for each in of_all:
-            if isinstance(each, OSError):
-                raise each
-            found |= each
+        for files in of_all:
+            if isinstance(files, OSError):
+                raise files
+            found |= files
         return found
 
     def finish(self) -> None:
@@ -269,7 +262,7 @@ class Checkpoints:
 
 
 class _NotUploaded(Exception):
-    """Raised for a checkpoint that is complete in the copy of a run's folder alone; ``path`` is there."""
+    """Raised for a checkpoint ``path`` that is complete in the local copy of a run's folder alone."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -292,22 +285,21 @@ class _CpuStager(AsyncStager):
 
 
 def _local_bytes(value: Any) -> int:
-    """Bytes of this process's part of the tensors of nested dictionaries."""
+    """Counts the bytes of this process's part of the tensors of nested dictionaries."""
     if isinstance(value, dict):
         return sum(map(_local_bytes, value.values()))
     if isinstance(value, ShardedTensor):
-        return sum(each.tensor.nbytes for each in value.local_shards())
+        return sum(shard.tensor.nbytes for shard in value.local_shards())
     return int(value.nbytes)
 
 
 def _cpu_copy(value: Any) -> Any:
-    """Copies the tensors of nested dictionaries to the CPU."""
     if isinstance(value, dict):
-        return {key: _cpu_copy(each) for key, each in value.items()}
+        return {key: _cpu_copy(entry) for key, entry in value.items()}
     if isinstance(value, ShardedTensor):
         whole = value.metadata()
-        on_cpu = replace(whole, shards_metadata=[_placed_on_cpu(each) for each in whole.shards_metadata])
-        shards = [Shard(_cpu_copy(each.tensor), _placed_on_cpu(each.metadata)) for each in value.local_shards()]
+        on_cpu = replace(whole, shards_metadata=[_placed_on_cpu(shard) for shard in whole.shards_metadata])
+        shards = [Shard(_cpu_copy(shard.tensor), _placed_on_cpu(shard.metadata)) for shard in value.local_shards()]
         return ShardedTensor._init_from_local_shards_and_global_metadata(
             shards, on_cpu, process_group=value._process_group
         )
@@ -316,19 +308,14 @@ def _cpu_copy(value: Any) -> Any:
 
 
 def _placed_on_cpu(shard: ShardMetadata) -> ShardMetadata:
-    """Describes a shard's copy on the CPU of its process; a shard must be on the device that its description names."""
     assert shard.placement is not None
     return replace(shard, placement=torch.distributed._remote_device(f"rank:{shard.placement.rank()}/cpu"))
 
 
 def _seal(partial: Path, progress: Progress, about: dict[str, Any], keep: CheckpointConfig, elsewhere: Files) -> Path:
-    """Adds a manifest with checksums, gives the folder its final name and removes checkpoints that are not kept.
-
-    Raises:
-        OSError: the disk is full or cannot be written; earlier checkpoints are not affected.
-    """
+    """Adds a manifest with checksums, gives the folder its final name and removes checkpoints that are not kept."""
     files = {**checksums(partial, partial.iterdir()), **elsewhere}
-    written = {each.relative_path for each in TensorReader(partial).read_metadata().storage_data.values()}
+    written = {place.relative_path for place in TensorReader(partial).read_metadata().storage_data.values()}
     if lacking := sorted(written - files.keys()):
         raise OSError(f"{partial} lacks {', '.join(lacking)}, which other processes wrote or something removed")
     manifest = {"format": FORMAT, "progress": asdict(progress), **about, "files": files}
@@ -347,9 +334,9 @@ def _seal(partial: Path, progress: Progress, about: dict[str, Any], keep: Checkp
 def _prune(newest: Path, progress: Progress, keep: CheckpointConfig) -> None:
     """Removes all checkpoints before the one just written but the newest ones and the one after the best epoch.
 
-    Those of later steps are damaged ones, which the run did not continue from: they do not count.
+    Checkpoints of later steps are damaged: the run did not continue from them, so that they do not count.
     """
-    found = [each for each in list_checkpoints(newest.parent) if _step(each) <= _step(newest)]
+    found = [path for path in list_checkpoints(newest.parent) if _step(path) <= _step(newest)]
     kept = set(found[-keep.keep_last :])
     best = best_epoch(progress.epochs, keep.keep_best) if keep.keep_best != "none" else None
     kept |= {newest.parent / checkpoint_name(best["step"])} if best else set()
@@ -369,15 +356,15 @@ def find_checkpoint(
     step: int | None = None,
     fetch: Fetch = all_present,
 ) -> tuple[Path, Progress] | None:
-    """Newest intact checkpoint of a run, or another one; None where there is none. All processes call together.
+    """Finds the newest intact checkpoint of a run, or that of a step; None where there is none.
 
-    Each process verifies a part of the files. The first one warns of each checkpoint that is skipped.
+    All processes call together, and each verifies a part of the files. The first one warns of skipped checkpoints.
 
     Args:
-        best_by: "auc" or "logloss": first the checkpoint after the best epoch, if an epoch has ended.
+        best_by: "auc" or "logloss", if the checkpoint after the best epoch is to be tried first.
 
     Raises:
-        ValueError: all checkpoints are damaged, or one is of another format; or that of the step is missing or damaged.
+        UserError: all checkpoints are damaged, or one is of another format; or that of the step is missing or damaged.
         OSError: files cannot be fetched.
     """
     manifests = from_first(process, lambda: {path.name: _manifest_or_error(path) for path in list_checkpoints(folder)})
@@ -388,17 +375,17 @@ def find_checkpoint(
             raise manifest
         errors: list[Exception | None] = [None] * process.world_size
         dist.all_gather_object(errors, _error_of_part(path, manifest["files"], process, fetch))
-        for error in sorted(filter(None, errors), key=lambda each: isinstance(each, Damaged)):
+        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, Damaged)):
             raise error
         return path, Progress(**manifest["progress"])
 
     if step is not None:
         if checkpoint_name(step) not in manifests:
-            steps = ", ".join(str(int(each.removeprefix(_PREFIX))) for each in manifests)
+            steps = ", ".join(str(int(name.removeprefix(_PREFIX))) for name in manifests)
             raise UserError(f"{folder} has no checkpoint of step {step}; it has those of steps {steps or 'none'}")
         return intact(checkpoint_name(step))
     order = list(reversed(manifests))
-    newest = next((each for name in order if isinstance(each := manifests[name], dict)), None)
+    newest = next((manifest for name in order if isinstance(manifest := manifests[name], dict)), None)
     best = best_epoch(newest["progress"]["epochs"], best_by) if newest and best_by else None
     if best:
         name = checkpoint_name(best["step"])
@@ -425,7 +412,7 @@ def _manifest_or_error(path: Path) -> dict[str, Any] | ValueError:
 
 
 def _error_of_part(path: Path, files: Files, process: Process, fetch: Fetch) -> Exception | None:
-    """Fetches and checks this process's part of a checkpoint's files; returns what is wrong with it."""
+    """Fetches and checks this process's part of a checkpoint's files; returns its error."""
     count = process.world_size
     own = {name: values for name, values in files.items() if (rank_of(name) or 0) % count == process.rank}
     try:
@@ -439,14 +426,14 @@ def _error_of_part(path: Path, files: Files, process: Process, fetch: Fetch) -> 
 def choose_checkpoint(
     folder: Path, keep_best: str, checkpoint: str, process: Process, fetch: Fetch = all_present
 ) -> tuple[Path, Progress]:
-    """The checkpoint whose weights a command uses, which the first process logs. All processes call together.
+    """Chooses the checkpoint whose weights a command uses; the first process logs it. All processes call together.
 
     Args:
-        keep_best: what the run keeps the best checkpoint by, or "none".
+        keep_best: `checkpoint.keep_best` of the run.
         checkpoint: "latest", "best", or a step; "" for "best" where the run keeps it.
 
     Raises:
-        ValueError: there is no such checkpoint, no epoch to be the best, or all are damaged.
+        UserError: there is no such checkpoint, no best epoch, or all are damaged.
     """
     checkpoint = str(checkpoint)  # in Python, a step is a number
     if checkpoint not in ("", "latest", "best") and not checkpoint.isdecimal():

@@ -36,20 +36,20 @@ Fetch = Callable[[Path, Collection[str]], None]
 
 
 def rank_of(name: str) -> int | None:
-    """The process that wrote a file of a checkpoint, if it is a shard; None for another file."""
+    """Returns the process that wrote a shard of a checkpoint; None for another file."""
     found = _SHARD.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> dict[str, tuple[int, str]]:
-    """Computes what a manifest lists of files of a folder."""
+    """Computes the entries of a manifest for files of a folder."""
     ordered = sorted(files)
     sums = zip(ordered, ordered_map(checksum, ordered), strict=True)
-    return {str(each.relative_to(folder)): (each.stat().st_size, sha256) for each, sha256 in sums}
+    return {str(file.relative_to(folder)): (file.stat().st_size, sha256) for file, sha256 in sums}
 
 
 def damage(folder: Path, files: Files) -> str:
-    """What is wrong with the first file of a folder that is missing or not as a manifest lists it; "" if none is."""
+    """Describes the first file of a folder that is missing or differs from its entry in a manifest; "" without one."""
     for name, (size, sha256) in files.items():
         file = folder / name
         if not file.is_file():
@@ -62,11 +62,11 @@ def damage(folder: Path, files: Files) -> str:
 
 
 class Damaged(UserError):
-    """Error for a checkpoint that cannot be used; the message names it and the reason."""
+    """A checkpoint that cannot be used; the message names it and the reason."""
 
 
 def load_manifest(path: Path) -> dict[str, Any]:
-    """Loads a checkpoint's manifest; raises Damaged, or ValueError for another format."""
+    """Loads a checkpoint's manifest; raises Damaged, or UserError for another format."""
     try:
         manifest = dict(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
         intact = manifest.pop("sha256") == manifest_checksum(manifest)
@@ -84,7 +84,7 @@ def load_manifest(path: Path) -> dict[str, Any]:
 
 
 def manifest_checksum(manifest: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's other entries; of their values, whatever spaces the file has."""
+    """Computes the SHA-256 of a manifest's other entries, whatever spaces the file has."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -93,15 +93,12 @@ def all_present(path: Path, names: Collection[str]) -> None:
 
 
 def checkpoint_keys(path: Path) -> set[str]:
-    """Keys of the tensors that a checkpoint holds; those of nested dictionaries are joined by dots."""
+    """Returns the keys of the tensors that a checkpoint holds; those of nested dictionaries are joined by dots."""
     return set(TensorReader(path).read_metadata().state_dict_metadata)
 
 
 def read_checkpoint(path: Path, state: dict[str, Any], fetch: Fetch = all_present) -> None:
-    """Reads a checkpoint into the tensors of ``state``, in place; they may be sharded in any way.
-
-    ``fetch`` gets the files that this process reads.
-    """
+    """Reads a checkpoint into the tensors of ``state``, in place; they may be sharded in any way."""
     reader = TensorReader(path, fetch)
     reader.read_metadata()  # raises its own error first; older libraries would look for another file
     dcp.load(state, storage_reader=reader)
@@ -109,7 +106,7 @@ def read_checkpoint(path: Path, state: dict[str, Any], fetch: Fetch = all_presen
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turns any error of decoding or loading into a ValueError that names the checkpoint."""
+    """Turns any error of decoding or loading into a UserError that names the checkpoint."""
     try:
         yield
     except (CheckpointException, Exception) as error:  # CheckpointException is not an Exception
@@ -117,7 +114,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def cause_of(error: BaseException) -> str:
-    """First failure of a rank, without the tracebacks that the library puts into its message."""
+    """Describes the first failure of a rank, without the tracebacks that the library puts into its message."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, RuntimeError) and "unexpected pos" in str(error):  # what torch's writer makes of it
@@ -133,7 +130,7 @@ class TensorReader(FileSystemReader):
         self._folder, self._fetch = path, fetch
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
-        self._fetch(self._folder, {self.storage_data[each.storage_index].relative_path for each in plan.items})
+        self._fetch(self._folder, {self.storage_data[item.storage_index].relative_path for item in plan.items})
         return super().read_data(plan, planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

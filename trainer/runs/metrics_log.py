@@ -1,8 +1,4 @@
-"""Metrics of a run while it trains: a JSON line for each reading, TensorBoard, and trackers of experiments.
-
-Servers, projects and credentials of MLflow and Weights & Biases come from the environment variables and files of their
-own libraries.
-"""
+"""Metrics of a run while it trains: a JSON line for each reading, TensorBoard, and trackers of experiments."""
 
 import importlib
 import json
@@ -34,7 +30,7 @@ logger = logging.getLogger(__name__)
 _LAST_SECONDS = 30.0
 """Longest time that the end of a run waits for a tracker."""
 _MOST_WAITING = 10_000
-"""Readings that wait for a tracker before further ones are left out."""
+"""Number of readings that may wait for a tracker."""
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
@@ -43,10 +39,10 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     Args:
         path: the run's folder; None on ranks other than the first, which write nothing.
         step: step that the run continues from; metrics of later steps are removed because it takes those steps again.
-        set_aside: batches that it has set aside until then, which are no steps; lines of later ones are removed, too.
-        max_bytes: size at which ``metrics.jsonl`` becomes ``metrics.jsonl.1`` and the one before is removed, and so are
-            TensorBoard's files but the newest; 0: never.
-        may_drop: whether what cannot be written, because the disk is full, is left out with one warning.
+        set_aside: number of batches set aside until then; lines of later ones are removed, too.
+        max_bytes: size at which ``metrics.jsonl`` becomes ``metrics.jsonl.1`` and TensorBoard's files but the newest
+            are removed; 0: never.
+        may_drop: whether metrics are left out, with one warning, while the disk is full.
     """
 
     def __init__(
@@ -94,7 +90,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             tracker.log(step, numbers)
 
     def _write_files(self, path: Path, line: bytes, step: int, numbers: Mapping[str, float]) -> None:
-        if append_line(path / METRICS, line, self._max_bytes):  # the file was full: TensorBoard begins another one too
+        if append_line(path / METRICS, line, self._max_bytes):  # the file was full: TensorBoard begins another file
             if self._board:
                 self._board.close()
             for file in sorted((path / BOARD).glob("events.*"), key=lambda file: file.stat().st_mtime)[:-1]:
@@ -108,7 +104,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 def _drop_after(metrics: Path, step: int, set_aside: int) -> int:
     """Removes the lines of steps after ``step``, the incomplete last line of a killed process, and damaged lines.
 
-    Of the lines of batches that were set aside the first ``set_aside`` stay; returns how many fewer there were.
+    The first ``set_aside`` lines of batches that were set aside stay; returns how many of so many the file lacks.
     """
     if not metrics.exists():
         return set_aside
@@ -129,12 +125,12 @@ def _drop_after(metrics: Path, step: int, set_aside: int) -> int:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run at its beginning.
+    """Facts of a run that a tracker gets at its beginning.
 
     Attributes:
-        folder: of the run; its name is the run's.
+        folder: the run's folder, whose name is the run's.
         config: every setting, by ``section.key``.
-        tags: provenance: commit, versions, hardware.
+        tags: commit, versions and hardware.
     """
 
     folder: Path
@@ -158,13 +154,13 @@ class Tracker(Protocol):
 class _Mlflow:
     def __init__(self) -> None:
         self._mlflow = importlib.import_module("mlflow")
-        # Otherwise the address of the run, with any credentials in that of the server, is printed at its end.
+        # MLflow would print the address of the run, with any credentials of the server in it.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         # A server that is away would be a warning with each repetition of each request.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
 
     def begin(self, run: TrackedRun, known_id: str | None) -> str:
-        # Of this thread: one is active where an earlier call failed after starting it.
+        # A run of this thread is active where an earlier call failed after starting it.
         name = None if known_id or "MLFLOW_RUN_ID" in os.environ else run.folder.name
         active = self._mlflow.active_run() or self._mlflow.start_run(known_id, run_name=name)
         config = {_mlflow_name(key): str(value) for key, value in run.config.items()}
@@ -183,7 +179,7 @@ class _Mlflow:
 
 
 def _mlflow_name(key: str) -> str:
-    """A key that MLflow takes; what it does not take, as in names of fields, becomes "_" and a checksum."""
+    """Makes a key that MLflow takes: other characters, as in names of fields, become "_" and a checksum."""
 
     def part(text: str) -> str:
         taken = "" if text in (".", "..") else re.sub(r"[^\w\-. :]", "_", text)
@@ -226,7 +222,6 @@ TRACKERS: dict[str, Callable[[], Tracker]] = {"mlflow": _Mlflow, "wandb": _Wandb
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError if the package of a tracker is not installed."""
     for name in names:
         found = find_spec(name)
         if found is None or found.origin is None:  # a folder of that name, such as W&B's ./wandb, has no origin
@@ -238,10 +233,8 @@ def require_trackers(names: Sequence[str]) -> None:
 class Tracking:
     """A run in one tracker, which a thread of its own calls: training never waits for it, nor ends with its errors.
 
-    The first error is a warning; what could not be recorded is left out.
-
-    Args:
-        name: of the tracker, for messages and for the file of the run's id, with which a resumed run continues.
+    The first error is a warning; metrics that could not be recorded are left out. The file ``NAME_run_id.txt`` in the
+    run's folder has the id with which a resumed run continues.
     """
 
     def __init__(self, name: str, tracker: Tracker, run: TrackedRun) -> None:
@@ -252,14 +245,14 @@ class Tracking:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Passes on values of a step; leaves out those that are not finite."""
+        """Passes on the finite values of a step."""
         try:
             self._queue.put_nowait((step, {key: float(value) for key, value in values.items() if isfinite(value)}))
         except Full:
             self._warn("it takes metrics more slowly than the run writes them")
 
     def close(self, status: str) -> None:
-        """Ends the run in the tracker with a status of :meth:`Tracker.end`; waits, but not for long."""
+        """Ends the run in the tracker with a status of :meth:`Tracker.end`, after a short wait."""
         try:
             self._queue.put(status, timeout=_LAST_SECONDS)
             self._thread.join(_LAST_SECONDS)
@@ -299,7 +292,7 @@ class Tracking:
 
 
 def without_secrets(text: str) -> str:
-    """The text without the user part of addresses and without the secrets in the trackers' environment variables."""
+    """Hides the user part of addresses and the secrets in the trackers' environment variables."""
     for name, value in os.environ.items():
         if value and re.match(r"(MLFLOW|WANDB)_\w*(KEY|TOKEN|PASSWORD|SECRET)", name):
             text = text.replace(value, "***")
@@ -307,7 +300,7 @@ def without_secrets(text: str) -> str:
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
-    """Nested mappings as one, by keys after the prefix, joined with the separator; texts without credentials."""
+    """Flattens nested mappings: joins keys with the separator, after the prefix, and hides credentials in texts."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -8,9 +8,11 @@ import filecmp
 import json
 import math
 import shutil
+import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,12 @@ from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, vocabulary_file
 from cowrec.data_pipeline.preparation.config import prepared_with
 from cowrec.errors import UserError
-from cowrec.files import replace_file, replacing
+from cowrec.files import checksum, replace_file, replacing
+from cowrec.models.own_code import file_of, search_also
 
 from ..config.run import RunConfig, first_difference, load_config, save_config, to_plain
+from ..runtime.environment import launched_rank
 from ..runtime.processes import Process, from_first, on_first
-from .provenance import load_code, save_code, warn_if_changed
 
 CONFIG, REPORT, CHECKPOINTS = "config.toml", "report.json", "checkpoints"
 METRICS, BOARD, VOCABULARY, JOURNAL = "metrics.jsonl", "tensorboard", "vocabulary", "journal"
@@ -34,8 +37,6 @@ MALFORMED = "malformed.jsonl"
 """Samples of a stream that were malformed."""
 FITTED = "data"
 """Name of a table's file, schema file and data set that `fit` makes there before the run begins."""
-
-
 _MAY_CHANGE = {
     "data": "dir resident",
     "train": "epochs device eval_batch_size log_every log_seconds timeout_seconds cuda_graph trackers",
@@ -49,9 +50,9 @@ _MAY_CHANGE = {
 
 
 def require_shared(path: Path, process: Process) -> None:
-    """Raises ValueError on all processes if those of several hosts do not have one run folder.
+    """Raises UserError on all processes if those of several hosts do not share the run folder.
 
-    Each writes a file there, which no cache of a network file system hides, and the first one looks for all of them.
+    Each writes a file there, and the first one looks for all of them.
     """
     if process.local_world_size == process.world_size:
         return
@@ -72,16 +73,11 @@ def require_shared(path: Path, process: Process) -> None:
 
     try:
         on_first(process, check)
-    except ValueError:
+    finally:
         own.unlink(missing_ok=True)
-        with suppress(OSError):  # something else is in it
-            path.rmdir()
-        raise
-    own.unlink()
 
 
 def require_unused(path: Path) -> None:
-    """Raises ValueError if a run's folder is not empty."""
     if _is_used(path):
         if not (path / CONFIG).is_file():
             found = "is not empty, and not that of a run"
@@ -104,7 +100,7 @@ def require_unused(path: Path) -> None:
 
 
 def require_own(path: Path, config: RunConfig) -> None:
-    """Raises ValueError if a folder holds anything other than a run of this configuration."""
+    """Raises UserError if a folder holds anything other than a run of this configuration."""
     if not _is_used(path):
         return
     if not (path / CONFIG).is_file():
@@ -129,11 +125,11 @@ def require_own(path: Path, config: RunConfig) -> None:
 
 
 def _require_same_data(run_dir: Path, data_dir: Path) -> None:
-    """Raises ValueError unless a data set is the one of a run, or a copy of it; of a stream, one that decodes alike."""
+    """Raises UserError unless a data set is the one of a run, or a copy of it; of a stream, one that decodes alike."""
     run, data = Schema.load(run_dir), Schema.load(data_dir)
     require_same_ids(run_dir, run, data_dir, data, restored=True)
     if (run_dir / JOURNAL).exists():  # it reads no samples of the data set, but decodes with its fields
-        different = _difference_of_settings(*({"layout": each.settings.get("layout")} for each in (run, data)))
+        different = _difference_of_settings(*({"layout": schema.settings.get("layout")} for schema in (run, data)))
     else:
         different = difference_of_samples(run, data)
     if different:
@@ -144,7 +140,7 @@ def _require_same_data(run_dir: Path, data_dir: Path) -> None:
 
 
 def difference_of_samples(one: Schema, other: Schema) -> str:
-    """In what the samples of two data sets differ, as far as their schemas tell; "" if in nothing."""
+    """Describes a difference of the samples of two data sets, as far as their schemas tell; "" without any."""
     if (one.dense, one.sparse, one.labels) != (other.dense, other.sparse, other.labels):
         return "its fields, their sizes or scales, or its labels differ"
     trained = [schema.splits["train"].rows if "train" in schema.splits else 0 for schema in (one, other)]
@@ -152,28 +148,28 @@ def difference_of_samples(one: Schema, other: Schema) -> str:
         return f"it has {trained[1]:,} training samples instead of {trained[0]:,}"
     if one.splits != other.splits:
         return "its splits differ"
-    if [(each.bytes, each.rows) for each in one.sources] != [(each.bytes, each.rows) for each in other.sources]:
+    if [(file.bytes, file.rows) for file in one.sources] != [(file.bytes, file.rows) for file in other.sources]:
         return "it was prepared from other files"
     return _difference_of_settings(one.settings, other.settings)
 
 
 def _difference_of_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """In which sections the settings of two data sets differ, other than in what changes no sample; "" if in none."""
+    """Names the sections in which the settings of two data sets differ so that samples may change; "" without any."""
     idle = ("shard_rows", "on_bad_row", "max_bad_rows", "keep")
-    first, second = (_without({**each, "prepare": prepared_with(each)}, idle) for each in (one, other))
+    first, second = (_without({**given, "prepare": prepared_with(given)}, idle) for given in (one, other))
     different = [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
     return f"it was prepared with other settings ({', '.join(sorted(different))})" if different else ""
 
 
 def require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema, *, restored: bool = False) -> None:
-    """Raises ValueError if the data were prepared with other ids or dense scales than the run's.
+    """Raises UserError if the data were prepared with other ids or dense scales than the run's.
 
     Args:
-        restored: a vocabulary that is missing or damaged in the run's folder is no error: it is copied there again.
+        restored: whether a vocabulary that is missing or damaged in the run's folder is copied there again.
     """
     different = None
     hashed = any(field.encoding in ("hash", "raw") for field in run.sparse)
-    fields = ({"fields": (each.settings.get("layout") or {}).get("fields")} for each in (run, data))
+    fields = ({"fields": (schema.settings.get("layout") or {}).get("fields")} for schema in (run, data))
     if (run.dense, run.sparse) != (data.dense, data.sparse):
         different = "its fields, their sizes or scales differ"
     elif run.labels != data.labels:
@@ -196,14 +192,13 @@ def require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema, *
 
 
 def _planted(schema: Schema) -> dict[str, Any] | None:
-    """Settings that determine the meaning of synthetic ids: all but the sizes of the splits."""
+    """Returns the settings that determine the meaning of synthetic ids: all but the sizes of the splits."""
     if schema.name != "synthetic":
         return None
     return _without(schema.settings, ("rows", "test_rows", "shard_rows"))
 
 
 def _without(settings: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Settings, and those of their sections, without some keys."""
     return {
         key: _without(value, keys) if isinstance(value, Mapping) else value
         for key, value in settings.items()
@@ -212,7 +207,7 @@ def _without(settings: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]
 
 
 def _same_vocabulary(run: Path, data: Path, *, restored: bool) -> bool:
-    """True for the same ids in the same order; versions of the Parquet library write them differently."""
+    """Compares ids and their order; versions of the Parquet library write the same ids as other bytes."""
     if _same_bytes(run, data):
         return True
     ids = []
@@ -236,19 +231,14 @@ def _same_bytes(one: Path, other: Path) -> bool:
 def _is_used(path: Path) -> bool:
     if path.exists() and not path.is_dir():
         raise UserError(f"run folder {path} is a file; choose another with --run-dir")
-    return path.exists() and any(each.suffix != ".partial" and each.stem != FITTED for each in path.iterdir())
+    return path.exists() and any(file.suffix != ".partial" and file.stem != FITTED for file in path.iterdir())
 
 
 def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) -> None:
     """Writes a run's configuration and everything that is needed to use the run without its training data.
 
-    Files of an interrupted start and the configuration of a resumed run are replaced.
-
-    Args:
-        derived: values derived from the configuration, written above it as comments.
-
-    Raises:
-        ValueError: the folder has a run on another data set; nothing is written.
+    Files of an interrupted start and the configuration of a resumed run are replaced. The derived values are comments
+    above the configuration. Raises UserError if the folder has a run on another data set.
     """
     data_dir = Path(config.data.dir)
     if begun := (path / SCHEMA_FILE).is_file():
@@ -278,7 +268,75 @@ def to_json(value: dict[str, Any], indent: int | None = None) -> str:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+RECORD = "code.json"
+"""File in the folder of a run that lists the files of the user's own network and loss with their checksums."""
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """A network or loss of the user's own.
+
+    Attributes:
+        key: key of the configuration that names it.
+        name: "module:name".
+        folder: folder in which Python found the module.
+        files: SHA-256 of the imported files of the module's package, or of those beside the module, by their paths in
+            the folder.
+    """
+
+    key: str
+    name: str
+    folder: str
+    files: dict[str, str]
+
+
+def own_code(key: str, name: str) -> OwnCode:
+    folder, top = _folder(name), _folder(name) / name.partition(":")[0].partition(".")[0]
+    modules = [module for name, module in list(sys.modules.items()) if name not in ("__main__", "__mp_main__")]
+    files = {file for module in modules if (file := file_of(module)) and file.is_file()}
+    own = sorted(file for file in files if (top in file.parents if top.is_dir() else file.parent == folder))
+    return OwnCode(key, name, str(folder), {str(file.relative_to(folder)): checksum(file) for file in own})
+
+
+def _folder(name: str) -> Path:
+    """Returns the folder in which Python found the imported module of "module:name"."""
+    module = name.partition(":")[0]
+    file = file_of(sys.modules[module])
+    return Path.cwd() if file is None else file.parents[module.count(".") + (file.name == "__init__.py")]
+
+
+def save_code(run_dir: Path, config: RunConfig) -> None:
+    """Writes the record of a run's own code; nothing without such code."""
+    record = [asdict(own_code(key, name)) for key, name in config.own_code.items()]
+    if record:
+        replace_file(run_dir / RECORD, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def load_code(run_dir: Path) -> list[OwnCode]:
+    """Reads the record of a run's own code, empty without such code, and lets Python find it where it was."""
+    file = run_dir / RECORD
+    record = [OwnCode(**code) for code in json.loads(file.read_text(encoding="utf-8"))] if file.is_file() else []
+    search_also(*(Path(code.folder) for code in record))
+    return record
+
+
+def changes(record: Iterable[OwnCode], where: Path) -> list[str]:
+    """Names each file of recorded code, imported now, that differs from its record in the folder ``where`` of a run."""
+    files = {_folder(code.name) / name: (code, name) for code in record for name in code.files}
+    return [
+        f'{file} is not as {where} was trained with it ({code.key} = "{code.name}")'
+        for file, (code, name) in files.items()
+        if not file.is_file() or checksum(file) != code.files[name]
+    ]
+
+
+def warn_if_changed(record: Iterable[OwnCode], where: Path) -> None:
+    """Warns once of each change of recorded code; see :func:`changes`."""
+    for change in changes(record, where) if launched_rank() == 0 else ():
+        print(f"warning: {change}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A cowrec process: its version, environment variables that libraries read when loaded, and its log.
+"""A cowrec process: its versions and hardware, environment variables that libraries read when loaded, and its log.
 
 As a library cowrec logs to the logger ``cowrec`` and shows nothing but warnings. Commands show it on standard error.
 """
@@ -6,7 +6,9 @@ As a library cowrec logs to the logger ``cowrec`` and shows nothing but warnings
 import json
 import logging
 import os
+import platform
 import re
+import subprocess
 import sys
 import threading
 import warnings
@@ -14,12 +16,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
 from cowrec.sparse_opt.versions import require_matched_set
 from cowrec.urls import without_credentials
+
+if TYPE_CHECKING:
+    import torch
 
 try:
     __version__ = version("cowrec")
@@ -44,18 +50,14 @@ PROCESS_SETTINGS = {
     "KINETO_LOG_LEVEL": "6",
 }
 """Environment variables that a cowrec process sets, unless the user has set them."""
-
-
 _TRACER = logging.getLogger("torch.fx._symbolic_trace")
 
 
 def prepare_process() -> None:
     """Checks versions, sets :data:`PROCESS_SETTINGS`, shows the log of cowrec and hides libraries' warnings.
 
-    Entry points call it before torch is imported: the variables are read when torch and OpenMP are loaded.
-
-    Raises:
-        ImportError: torch, fbgemm and torchrec do not match.
+    Entry points call it before torch is imported: torch and OpenMP read the variables when they are loaded. Raises
+    ImportError if torch, fbgemm and torchrec do not match.
     """
     require_matched_set()
     show_log()
@@ -88,12 +90,12 @@ def _ignore_warnings() -> None:
 
 
 def launched_rank() -> int:
-    """The rank that torchrun gave this process, 0 without torchrun; known before the process joins a group."""
+    """Returns the rank that torchrun gave this process, 0 without torchrun; known before the process joins a group."""
     return int(os.environ.get("RANK", "0"))
 
 
 def launched_world_size() -> int:
-    """The number of processes that torchrun started, 1 without torchrun."""
+    """Returns the number of processes that torchrun started, 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -102,7 +104,7 @@ class _AboveBars(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
-        with suppress(OSError):  # whoever logs would end, which may be a thread that nobody restarts
+        with suppress(OSError):  # the thread that logs would end, which may be one that nothing restarts
             tqdm.write(line, file=sys.stderr)
             sys.stderr.flush()
 
@@ -114,9 +116,9 @@ def show_log(form: Literal["text", "json"] = "text", text: str = "%(message)s") 
     """Shows what cowrec logs from now on, on standard error; credentials in addresses are hidden.
 
     Args:
-        form: "text", or "json": an object per line with time, level, logger, message and, after an error that was not
-            expected, exception; then also warnings of libraries and errors of threads.
-        text: form of a line of text, as of ``logging.Formatter``.
+        form: "text", or "json": an object a line with time, level, logger, message and, after an unexpected error,
+            exception. The JSON log also has warnings of libraries and errors of threads.
+        text: format of a line of text, as ``logging.Formatter`` takes it.
     """
     hide_log()
     _HANDLER.setFormatter(_JsonLines() if form == "json" else _Text(text, _TIME_FORM))
@@ -130,15 +132,14 @@ def show_log(form: Literal["text", "json"] = "text", text: str = "%(message)s") 
 
 
 def hide_log() -> None:
-    """Ends :func:`show_log`."""
-    for each in (logger, logging.getLogger()):
-        each.removeHandler(_HANDLER)
+    for shown in (logger, logging.getLogger()):
+        shown.removeHandler(_HANDLER)
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
 
 
 def log_end(level: int, text: str, error: BaseException | None = None) -> bool:
-    """Logs why a command ends if its log is JSON; returns whether it is to be printed instead."""
+    """Logs why a command ends if its log is JSON; returns whether the caller must print the reason instead."""
     if not isinstance(_HANDLER.formatter, _JsonLines):
         return True
     logger.log(level, text, exc_info=error)
@@ -172,3 +173,50 @@ def _without_credentials(text: str) -> str:
 def _log_thread_error(failed: threading.ExceptHookArgs) -> None:
     name = failed.thread.name if failed.thread else "a thread"
     logger.error("%s failed", name, exc_info=failed.exc_value)
+
+
+def environment(device: "torch.device") -> dict[str, Any]:
+    """Collects versions, hardware and source revision, which are stored with every measurement."""
+    import torch  # after prepare_process
+
+    return {
+        "versions": {"python": platform.python_version(), **library_versions()},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "git_commit": _git_commit(),
+    }
+
+
+def library_versions() -> dict[str, str]:
+    """Returns the versions of cowrec and of libraries that its results depend on, as far as they are installed."""
+    found = {}
+    for name in ("cowrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow", "numba"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _git_commit() -> str | None:
+    """Returns the commit of the running source, with "+" if files differ from it; None outside a checkout of it.
+
+    An environment inside a user's own repository is no checkout.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", *arguments]  # whose lock would outlast a kill
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -24,16 +24,12 @@ class ProcessFailed(RunError):
 
 
 def is_message(error: BaseException) -> bool:
-    """True for an error whose text is enough for a user; any other is a bug and keeps its traceback.
-
-    Messages are what cowrec raises for users, the system's errors about files and sockets, a full GPU, and a package
-    that is missing.
-    """
+    """Tells whether the text of an error is enough for a user; any other error is a bug and keeps its traceback."""
     return isinstance(error, UserError | RunError | OSError | ModuleNotFoundError) or _is_out_of_memory(error)
 
 
 def message_of(error: BaseException) -> str:
-    """Text for the user of an error that :func:`is_message`; the system's own about a full disk gets the remedy."""
+    """Returns the text for the user of an error that :func:`is_message`; a full disk or GPU gets the remedy."""
     if isinstance(error, OSError) and error.errno in NO_SPACE and error.strerror == os.strerror(error.errno):
         place = error.filename2 or error.filename
         return (

@@ -37,7 +37,7 @@ class Process:
     Attributes:
         rank, world_size: as in torch.distributed.
         local_world_size: processes on this machine.
-        launched: torchrun started this process and will forward its signals; its end is taken as SIGTERM.
+        launched: torchrun started this process and forwards its signals; its end counts as SIGTERM.
         timeout: longest wait for another process.
     """
 
@@ -62,7 +62,7 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
         timeout_seconds: time after which a process that keeps the others waiting counts as hung.
 
     Raises:
-        ValueError: "cuda" without a GPU for this process, processes that cannot connect, or a group exists already.
+        UserError: this process has no GPU for "cuda", processes cannot connect, or a group exists already.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,13 +76,12 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
     own_device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(own_device)
+    else:
+        _keep_freed_memory()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank, world_size = (launched_rank(), launched_world_size()) if launched else (0, 1)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if kind == "cpu":
-        _keep_freed_memory()
-    timeout = timedelta(seconds=timeout_seconds)
-    process = Process(rank, world_size, local_world_size, launched, own_device, timeout)
+    process = Process(rank, world_size, local_world_size, launched, own_device, timedelta(seconds=timeout_seconds))
     if launched:
         _end_with_launcher()
     with quiet_libraries(), _loopback() if local_world_size == world_size else nullcontext():
@@ -110,7 +109,7 @@ def on_first(process: Process, action: Callable[[], object]) -> None:
 
 
 def from_first(process: Process, action: Callable[[], T]) -> T:
-    """Runs ``action`` on the first process as :func:`on_first` does; returns its result, copied, on all of them."""
+    """Runs ``action`` as :func:`on_first` does; returns its result, copied, on all processes."""
     outcome: list[Any] = [None, None]
     if process.is_first:
         try:
@@ -125,11 +124,9 @@ def from_first(process: Process, action: Callable[[], T]) -> T:
 
 
 def gathered(values: Tensor, process: Process, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Values of all processes, by rank, joined on the first one; on the others this process's own. All call together.
+    """Joins the values of all processes, [n, ...] where n may differ, by rank on the first one; returns them there.
 
-    Args:
-        values: [n, ...], where n may differ.
-        group: of all processes, by default the whole group.
+    The others get their own values. All processes call together.
     """
     if process.world_size == 1:
         return values
@@ -146,7 +143,7 @@ def gathered(values: Tensor, process: Process, group: dist.ProcessGroup | None =
 class Peers:
     """Exchange on the CPU, in a gloo group of all processes, apart from the model's own communication.
 
-    They call each method together; a process alone exchanges nothing. Waits are bounded by the timeout of the process.
+    All processes call each method together. A process alone exchanges nothing.
     """
 
     def __init__(self, process: Process) -> None:
@@ -158,7 +155,7 @@ class Peers:
         return self.rank == 0
 
     def scattered(self, parts: list[Any] | None) -> Any:
-        """This process's part, copied, of what the first one has for each; the others pass None."""
+        """Returns this process's part, copied, of a list that the first process has; the others pass None."""
         if parts is not None and self.count == 1:
             return parts[0]
         own: list[Any] = [None]
@@ -166,20 +163,19 @@ class Peers:
         return own[0]
 
     def joined(self, values: Tensor) -> Tensor:
-        """Values of which each is on one process, and 0 on the others; float32 of one shape, bit for bit.
+        """Sums float32 values of one shape, each of which is 0 on all processes but one, bit for bit.
 
-        On the first process; on the others [0, ...].
+        Returns the sum on the first process, and [0, ...] on the others.
         """
         if self.count > 1:
             dist.reduce(values.view(torch.int32), 0, group=self._group)
         return values if self.is_first else values[:0]
 
     def gathered(self, values: Tensor) -> Tensor:
-        """Values of all processes; see :func:`gathered`."""
         return gathered(values, self._process, self._group)
 
     def all_columns(self, own: Tensor) -> Iterator[Tensor]:
-        """Yields the columns of all processes, by rank, in chunks, int64 [k, n], of this process's [k, m]."""
+        """Yields the columns of all processes, by rank, in chunks int64 [k, n]; ``own`` is int64 [k, m]."""
         if self.count == 1:
             yield own
             return
@@ -195,14 +191,14 @@ class Peers:
                 yield chunk
 
     def columns_on_first(self, own: Tensor) -> Tensor:
-        """Columns of all processes, by rank, int64 [k, n], on the first one; on the others this process's own."""
+        """Joins the columns of all processes, int64 [k, n], as :func:`gathered` does rows."""
         return self.gathered(own.T).T
 
 
 def _keep_freed_memory() -> None:
     """Makes glibc keep large freed blocks: by default it maps every new large tensor, with a page fault per 4 KiB.
 
-    Saved up to a third of the step's time at batches of 32K and above. Does nothing without glibc.
+    It saved up to a third of the step's time at batches of 32K and above.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -215,12 +211,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def _store_of_next_group(process: Process) -> dist.Store:
-    """The part of the launched processes' store for the next group that they join.
+    """Returns the part of the launched processes' store for the next group that they join.
 
-    torchrun keeps one store over its restarts, which still has the addresses of killed processes. The count of restarts
-    separates them on one machine. Several machines count differently; there torchrun must make a new store for each
-    attempt, which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 requests. Groups that a process joins one after the other are
-    separate too.
+    torchrun keeps one store over its restarts, which still has the addresses of killed processes. On one machine the
+    count of restarts separates them. Several machines count differently: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    must request a new store for each attempt.
     """
     of_one_machine = process.local_world_size == process.world_size
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") if of_one_machine else None
@@ -229,7 +224,7 @@ def _store_of_next_group(process: Process) -> dist.Store:
 
 @cache
 def _launched_store(timeout: timedelta) -> dist.Store:
-    """torchrun's store, or rank 0's. It stays open, since others may still connect to rank 0's for the next group."""
+    """Opens torchrun's store, or rank 0's, which stays open for processes that connect later."""
     store: dist.Store = next(dist.rendezvous("env://", timeout=timeout))[0]
     return store
 
@@ -264,7 +259,7 @@ def _join(process: Process) -> None:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Makes gloo use the loopback interface, so that one machine needs no network and no resolvable host name."""
+    """Makes gloo use the loopback interface: one machine then needs no network and no resolvable host name."""
     names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if _GLOO_INTERFACE in os.environ or not names:
         yield
@@ -283,10 +278,9 @@ _groups = itertools.count()
 
 @cache
 def _end_with_launcher() -> None:
-    """From now on SIGTERM is sent to this process once the one that launched it has ended, even by a kill.
+    """Sends SIGTERM to this process once the process that launched it has ended, even by a kill; on Linux alone.
 
     A run whose torchrun was killed would otherwise go on unattended, and keep its folder from the run that replaces it.
-    Linux only; does nothing elsewhere.
     """
     try:
         launcher = os.pidfd_open(os.getppid())

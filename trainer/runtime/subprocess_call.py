@@ -24,8 +24,8 @@ class Subprocess(AbstractContextManager["Subprocess"]):
     """A subprocess that runs one call after the other, without a new start and new imports for each.
 
     A call that fails also ends the process, whose memory or GPU may be in any state; the next call starts a new one.
-    The process ends with this one, even if this one is killed. Ctrl-C does not reach it: the first one here sends it
-    SIGTERM and waits for the end of its call, the second one kills it.
+    The process ends with its parent, even if the parent is killed. Ctrl-C does not reach it: a first one makes the
+    parent send SIGTERM and wait for the end of the call, a second one kills the process.
     """
 
     def __init__(self) -> None:
@@ -36,16 +36,12 @@ class Subprocess(AbstractContextManager["Subprocess"]):
         self.close()
 
     def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Calls ``function(*arguments)``, a function of a module.
-
-        Raises:
-            ProcessFailed: the function raised an error, or the process was killed.
-        """
+        """Calls ``function(*arguments)``, a function of a module. Raises ProcessFailed if it failed or was killed."""
         (result,) = self.each(function, *arguments)
         return cast("Result", result)
 
     def each(self, function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
-        """Yields what ``function(*arguments)``, a generator, yields, as soon as it does; raises as :meth:`call`."""
+        """Yields the values of the generator ``function(*arguments)`` as they come; raises as :meth:`call` does."""
         if self._process is None:
             self._start(function.__module__)
         try:
@@ -68,7 +64,6 @@ class Subprocess(AbstractContextManager["Subprocess"]):
             raise ProcessFailed(error)
 
     def close(self) -> None:
-        """Ends the process, if there is one."""
         if self._process is not None:
             self._end()
 
@@ -95,7 +90,7 @@ class Subprocess(AbstractContextManager["Subprocess"]):
             self._end(kill=True)
 
     def _end(self, kill: bool = False) -> str:
-        """Ends the process by closing its connection. Returns how it ended."""
+        """Ends the process by closing its connection; returns how it ended."""
         self._connection.close()
         if not kill:
             self._process.join(_SECONDS_TO_END)
@@ -106,9 +101,9 @@ class Subprocess(AbstractContextManager["Subprocess"]):
 
 
 def _context(module: str) -> ForkServerContext | SpawnContext:
-    """How processes start: forked from a server that has imported the module, but has no other threads.
+    """Returns how processes start: forked from a server that has imported the module, and that has no other threads.
 
-    Not with a GPU: importing FBGEMM asks the driver for it, after which no forked process can use it.
+    Not with a GPU: importing FBGEMM initializes its driver, which no forked process can use then.
     """
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
@@ -129,8 +124,8 @@ def _serve(connection: Connection) -> None:
         try:
             function, arguments = pickle.loads(call)
             result = function(*arguments)
-            for each in result if isinstance(result, Iterator) else [result]:
-                connection.send(("", [each]))
+            for value in result if isinstance(result, Iterator) else [result]:
+                connection.send(("", [value]))
             connection.send(("", None))
         except Exception as error:
             if not is_message(error):

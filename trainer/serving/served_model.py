@@ -22,7 +22,7 @@ from cowrec.sparse_opt import id_bucket_rows
 
 from ..export.manifest import DENSE, TABLES, Manifest, fingerprint
 from ..publishing.blob import Blob, TableChange
-from ..runs.provenance import warn_if_changed
+from ..runs.run_dir import warn_if_changed
 from .inference_network import InferenceNetwork
 from .row_kernels import Tables
 from .served_rows import RowChange, ServedRows

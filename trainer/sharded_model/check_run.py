@@ -1,8 +1,7 @@
-"""Whether the settings of a run, its data and its processes fit each other: decided here, before anything is started.
+"""Checks, before anything is started, that the settings of a run, its data and its processes fit each other.
 
-A section of the configuration checks itself when it is made. All that involves several sections, the data or the
-processes is a rule of :func:`check_run`, which training calls first; what only the built network shows is a rule of
-``check_network`` in build.py.
+A section of the configuration checks itself. Rules of several sections, the data or the processes are here. Rules that
+need the built network are in ``check_network`` of build.py.
 """
 
 import time
@@ -24,18 +23,26 @@ from cowrec.sparse_opt.id_tables.config import TIME_LIMIT
 from ..config.run import RunConfig
 from ..config.sections import seconds
 from ..runtime.processes import Process
-from .run_plan import Scaled
-from .sharding import BY_ROWS, FOUR_COLUMNS, chosen_kinds, reaches_all
-from .tables import TableSpec, embedding_tables, require_tables, shown_name, table_specs
+from .run_plan import (
+    BY_ROWS,
+    FOUR_COLUMNS,
+    Scaled,
+    TableSpec,
+    chosen_kinds,
+    embedding_tables,
+    reaches_all,
+    require_tables,
+    shown_name,
+    table_specs,
+)
 
 
 def check_run(config: RunConfig, schema: Schema, process: Process, *, stream: bool = False) -> None:
     """Checks that a run can start; all processes decide alike.
 
     Args:
-        config: with a batch size, rates and L2, see :func:`with_defaults`; ``data.dir`` has the samples.
-        schema: of the data set, whose fields a stream has too.
-        process: this process, of those that train together.
+        config: configuration with a batch size, rates and L2, see :func:`with_defaults`.
+        schema: schema of the data set, whose fields a stream has too.
         stream: whether samples come from a stream, which has no splits and no epochs.
 
     Raises:
@@ -52,15 +59,16 @@ def check_run(config: RunConfig, schema: Schema, process: Process, *, stream: bo
     _check_fused_updates(config, schema)
     _check_labels(config, schema)
     _check_id_tables(config, schema, tables)
-    if stream:
-        _check_stream(config)
-    else:
+    if stream and config.train.accumulation > 1:
+        given = f"train.accumulation = {config.train.accumulation}"
+        raise UserError(f"{given} is for data sets, not for streams; add --set train.accumulation=1")
+    if not stream:
         _check_splits(config, schema)
         _check_times(config, schema, tables)
 
 
 def check_settings(config: RunConfig) -> None:
-    """Checks what sections must satisfy together, whatever the data and the processes are. Raises UserError."""
+    """Raises UserError for settings that exclude each other, whatever the data and the processes are."""
     optimizer, clip = config.optimizer, config.clip
     if optimizer.embedding == "fbgemm_cowclip" and clip.rule != NoClip.name:
         raise UserError(
@@ -81,7 +89,7 @@ def check_settings(config: RunConfig) -> None:
 
 
 def check_scaled_decay(config: RunConfig) -> None:
-    """Checks that no step takes more than the whole of a weight by weight decay. Raises UserError."""
+    """Raises UserError if weight decay would take more than a whole weight in a step."""
     optimizer, size, scaled = config.optimizer, config.train.batch_size, Scaled.of(config).hyperparameters
     for key, of_step in (
         ("weight_decay", scaled.embedding_lr * scaled.weight_decay),
@@ -108,7 +116,7 @@ def _check_device(config: RunConfig, process: Process) -> None:
 
 
 def check_tables(config: RunConfig, schema: Schema, tables: Sequence[TableSpec]) -> None:
-    """Checks that the fields of each table can share it, and their ids give its rows. Raises UserError."""
+    """Raises UserError unless the fields of each table can share it, and their ids give its rows."""
     fields = [field.name for field in schema.sparse]
     widths = dict(zip(fields, config.model.widths(fields), strict=True))
     for spec in tables:
@@ -137,7 +145,7 @@ def check_tables(config: RunConfig, schema: Schema, tables: Sequence[TableSpec])
 
 
 def check_sharding(config: RunConfig, bags: Sequence[EmbeddingBagConfig], process: Process) -> None:
-    """Checks that each table can be sharded as `[sharding]` says. Raises UserError."""
+    """Raises UserError unless each table can be sharded as `[sharding]` says."""
     require_tables("sharding.tables", config.sharding.tables, bags)
     if config.sharding.memory != "device" and process.device.type != "cuda":
         raise UserError(
@@ -185,7 +193,7 @@ def _check_ranks_without_rows(
     """Refuses plans in which a rank has no row of a group of tables; FBGEMM would fail with an unrelated error."""
     for pooling in (PoolingType.SUM, PoolingType.MEAN):
         rows = [t.num_embeddings for t in tables.values() if kinds[t.name] == "row_wise" and t.pooling == pooling]
-        if rows and not any(reaches_all(each, process.world_size) for each in rows):
+        if rows and not any(reaches_all(count, process.world_size) for count in rows):
             raise UserError(
                 f"row-wise tables of {max(rows)} rows or fewer leave one of {process.world_size} processes without any;"
                 ' shard them "table_wise", or in fewer processes'
@@ -199,7 +207,7 @@ def _check_ranks_without_rows(
 
 
 def _check_fused_updates(config: RunConfig, schema: Schema) -> None:
-    """Checks what FBGEMM's fused optimizers, which update tables in every backward pass, cannot do."""
+    """Refuses what FBGEMM's fused optimizers, which update tables in every backward pass, cannot do."""
     optimizer, l2 = config.optimizer.embedding, Scaled.of(config).hyperparameters.l2
     if optimizer == "adam":
         return
@@ -249,12 +257,6 @@ def _check_id_tables(config: RunConfig, schema: Schema, tables: Sequence[TableSp
             )
 
 
-def _check_stream(config: RunConfig) -> None:
-    if config.train.accumulation > 1:
-        given = f"train.accumulation = {config.train.accumulation}"
-        raise UserError(f"{given} is for data sets, not for streams; add --set train.accumulation=1")
-
-
 def _check_splits(config: RunConfig, schema: Schema) -> None:
     train, has_split = config.train, "validation" in schema.splits
     for split in ("train", "test", *(["validation"] if has_split else [])):
@@ -279,7 +281,6 @@ def _check_splits(config: RunConfig, schema: Schema) -> None:
 
 
 def require_labels(schema: Schema, name: str, data_dir: Path) -> None:
-    """Raises UserError if a split has no samples or no labels."""
     split = schema.split(name)
     if not split.rows:
         raise UserError(f"the {name} split of {data_dir} has no samples; prepare it with another split")
@@ -288,10 +289,10 @@ def require_labels(schema: Schema, name: str, data_dir: Path) -> None:
 
 
 def _check_times(config: RunConfig, schema: Schema, tables: Sequence[TableSpec]) -> None:
-    """Refuses sample times at which training would end, because id tables do not take them, by the shards' statistics.
+    """Refuses sample times that id tables do not take, and times in the future, by the shards' statistics.
 
-    So is a time in the future, after which nothing that was seen before would be known. Shards that cannot be read, or
-    are still in an object store, are reported when they are trained on.
+    After a time in the future all ids of earlier samples would expire. Shards that cannot be read, or are still in an
+    object store, are reported when they are trained on.
     """
     import pyarrow as pa  # which a step on a GPU does without
     import pyarrow.parquet as pq
@@ -302,7 +303,7 @@ def _check_times(config: RunConfig, schema: Schema, tables: Sequence[TableSpec])
     if not schema.timed or not collisionless:
         return
     ahead = seconds(config.online.ahead, "online.ahead")
-    newest = time.time() + ahead if ahead and any(each.expire_after or each.window for each in collisionless) else inf
+    newest = time.time() + ahead if ahead and any(ids.expire_after or ids.window for ids in collisionless) else inf
     for number in range(len(schema.split("train").shards)):
         path, bounds = shard_path(Path(config.data.dir), "train", number), list[int]()
         with suppress(OSError, pa.ArrowException):

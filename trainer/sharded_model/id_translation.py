@@ -1,4 +1,4 @@
-"""Id translation: the stage that replaces a batch's ids by rows of the embedding tables before the model runs.
+"""Id translation: it replaces a batch's ids by rows of the embedding tables before the model runs.
 
 B samples, F keys of fields, V ids of a batch.
 """
@@ -23,21 +23,18 @@ from cowrec.sparse_opt import (
 )
 
 from ..config.sections import seconds
-from .run_plan import RunPlan
-from .tables import TableSpec
+from .run_plan import RunPlan, TableSpec
 
 
 class IdTranslation:
     """Translates the ids of a run's batches; ids of tables of kind "rows" are rows already.
 
     Ids get rows and expire in :meth:`training` only, once for each batch and in the order of the steps. With id tables
-    (kind "collisionless") a batch must be translated immediately before its own step, after the update of the step
-    before, and never ahead of it:
+    (kind "collisionless") a batch must be translated between the step before and its own step:
 
-    * A checkpoint holds the tables after the step it was taken at. If the next batch had been translated already, a
-      resumed run would count that batch twice.
-    * An expired id that comes back keeps its row. Initializing the row early would change it under the batch before,
-      which may still look it up. The cooldown of freed rows does not cover this case: the row was never freed.
+    * A checkpoint holds the tables after its step. If the next batch had been translated, a resumed run would count
+      that batch twice.
+    * An expired id that comes back keeps its row. The batch before may still look up the row, which must not change.
     * The optimizer's state of a new row begins at the current step. A row initialized early would take part in the
       dense update or the decay of the step before.
 
@@ -47,8 +44,8 @@ class IdTranslation:
     All processes make the same calls together.
 
     Args:
-        model: sharded; its rows are initialized.
-        adam: optimizer of the model's tables, None where FBGEMM's fused optimizer trains them.
+        model: the sharded model, whose rows are initialized.
+        adam: optimizer of its tables, None where FBGEMM's fused optimizer trains them.
 
     Attributes:
         tables: the id tables, None without collisionless tables.
@@ -83,8 +80,7 @@ class IdTranslation:
     def training(self, batch: Batch, *, in_order: bool = True) -> Batch:
         """Translates a batch that is about to be trained on; new ids get rows, which are initialized in the model.
 
-        Args:
-            in_order: whether samples come in the order of their times; see :class:`IdTables`.
+        ``in_order`` tells whether samples come in the order of their times; see :class:`IdTables`.
         """
         if not self.tables:
             return self.lookup(batch)
@@ -102,7 +98,7 @@ class IdTranslation:
         return _with_rows(batch, self.tables.rows_of(ids, splits) if self.tables else ids)
 
     def _flat_ids(self, sparse: KeyedJaggedTensor) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int64 [V], hashed ones as rows, and the first of each key, int64 [F + 1]. Waits for the device."""
+        """Flattens ids: int64 [V], hashed ones as rows, and the first of each key, int64 [F + 1].."""
         splits = np.concatenate([[0], np.cumsum(np.array(sparse.length_per_key(), np.int64))])
         ids = sparse.values().cpu().numpy().astype(np.int64)
         for field, name in enumerate(self._fields):
@@ -113,7 +109,6 @@ class IdTranslation:
 
 
 def id_table(spec: TableSpec) -> IdTableConfig:
-    """Settings of the id table of a collisionless embedding table."""
     key, ids = f"id_table ({spec.name})", spec.ids
     counted = {}
     if ids.admission == "count":
@@ -129,7 +124,7 @@ def id_table(spec: TableSpec) -> IdTableConfig:
 
 
 def _with_rows(batch: Batch, rows: np.ndarray) -> Batch:
-    """The batch with rows, int64 [V], as the values of its sparse fields."""
+    """Replaces the values of a batch's sparse fields by rows, int64 [V]."""
     sparse = batch.sparse
     translated = KeyedJaggedTensor(
         sparse.keys(),
@@ -144,7 +139,7 @@ def _with_rows(batch: Batch, rows: np.ndarray) -> Batch:
 
 
 def _times(batch: Batch, fields: int) -> np.ndarray | None:
-    """Sample time of each id, int64 [V]; None where the data have none."""
+    """Returns the sample time of each id, int64 [V]; None where the data have none."""
     if batch.time is None:
         return None
     lengths = batch.sparse.lengths().cpu().view(fields, -1)

@@ -1,28 +1,32 @@
 """What a run derives from its configuration, its data and its processes: once, before anything is built.
 
-Of the batch size it is the scaled hyperparameters and the clip, of the steps the schedule of the learning rates, of the
-fields the tables, of the processes the kind of sharding of each table.
+It is the tables of the fields, the kind of sharding of each table, the hyperparameters and the clip scaled to the batch
+size, and the learning rates by step.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, cos, floor, pi
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
-from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline import RESERVED_ROWS, Schema, SparseField
+from cowrec.data_pipeline.dataset.schema import escaped_name
 from cowrec.data_pipeline.reading.order import GlobalBatches
-from cowrec.sparse_opt import ClipRule, FtrlConfig, Hyperparameters, scale_clip, scale_hyperparameters
+from cowrec.errors import UserError
+from cowrec.models import physical_dim
+from cowrec.names import hint
+from cowrec.sparse_opt import ClipRule, FtrlConfig, Hyperparameters, rows_for, scale_clip, scale_hyperparameters
 from cowrec.sparse_opt.algorithm.scaling import EmbeddingOptimizer
 
 from ..config.run import RunConfig
-from ..config.sections import LrDecay, OptimizerConfig
+from ..config.sections import IdConfig, LrDecay, OptimizerConfig
 from ..runtime.processes import Process
-from .sharding import chosen_kinds
-from .tables import TableSpec, embedding_tables, table_specs
 
 _WARMUP_START = 1e-8
 TABLE_OPTIMIZERS: dict[str, tuple[EmbeddingOptimizer, EmbOptimType]] = {
@@ -33,15 +37,38 @@ TABLE_OPTIMIZERS: dict[str, tuple[EmbeddingOptimizer, EmbOptimType]] = {
     "fbgemm_adam": ("adam", EmbOptimType.ADAM),
     "fbgemm_cowclip": ("adagrad", EmbOptimType.EXACT_ROWWISE_ADAGRAD),
 }
-"""How each optimizer of the tables remembers its gradients, for the scaling rules, and the fused one of its lookups."""
+"""Family of each optimizer of the tables, for the scaling rules, and the fused optimizer of its lookups."""
+BY_ROWS = ("row_wise", "table_row_wise")
+FOUR_COLUMNS = 4
+"""Shards of a table's columns have a multiple of this width in FBGEMM."""
+_TAKEN = frozenset(dir(nn.ModuleDict()))
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """Specification of one embedding table, from the data, `[id_table]` and `[model]`.
+
+    Attributes:
+        name: name in the model, see :func:`table_name`.
+        fields: fields whose ids the table holds; equal ids of two fields are two rows.
+        keys: keys that are looked up in it: those of the fields, and of sequences that share one of them.
+        ids: its `[id_table]` settings.
+        num_embeddings: number of rows, including the reserved rows.
+        embedding_dim: width of its embeddings, without the wide weight.
+    """
+
+    name: str
+    fields: tuple[SparseField, ...]
+    keys: tuple[str, ...]
+    ids: IdConfig
+    num_embeddings: int
+    embedding_dim: int
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """What the scaling rule makes of a configuration's base values at a batch size.
-
-    FTRL's values are for every batch size; see :class:`FtrlConfig`.
-    """
+    """Hyperparameters and clip of a configuration, scaled to its batch size; FTRL's values are not scaled."""
 
     hyperparameters: Hyperparameters
     clip: ClipRule
@@ -49,11 +76,9 @@ class Scaled:
 
     @classmethod
     def of(cls, config: RunConfig) -> "Scaled":
-        """Scales to the batch size of the run."""
         optimizer = config.optimizer
-        assert optimizer.l2 is not None, "with_defaults has not been called"
-        assert optimizer.embedding_lr is not None, "with_defaults has not been called"
-        names = [each.name for each in dataclasses.fields(Hyperparameters)]  # which are keys of [optimizer]
+        assert None not in (optimizer.l2, optimizer.embedding_lr), "with_defaults has not been called"
+        names = [field.name for field in dataclasses.fields(Hyperparameters)]  # which are keys of [optimizer]
         base = Hyperparameters(**{name: getattr(optimizer, name) for name in names})
         sizes: dict[str, Any] = {
             "base_batch_size": optimizer.base_batch_size,
@@ -67,18 +92,17 @@ class Scaled:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """All that is known of a run before its model is built; every part of it takes what it needs from here.
+    """All that is known of a run before its model is built.
 
     Attributes:
-        config: with a batch size and L2, see :func:`with_defaults`.
-        schema: of its batches.
+        config: configuration with a batch size, rates and L2, see :func:`with_defaults`.
+        schema: schema of its batches.
         process: this process; the plan is the same on all.
-        tables: in the order of their first fields.
+        tables: tables in the order of their first fields.
         bags: the same tables as TorchRec describes them.
         kinds: kind of sharding of each table; "auto" where TorchRec's planner decides.
-        train_rows: samples of the training split that are trained on; the others are for validation.
-        epoch_steps: steps of an epoch.
-        steps: of the whole run.
+        train_rows: number of samples that are trained on; the others of the training split are for validation.
+        epoch_steps, steps: number of steps of an epoch, and of the whole run.
         schedule: learning rates by step.
         scaled: values at the batch size of the run.
     """
@@ -108,12 +132,12 @@ class RunPlan:
         """Derives the plan of settings that :func:`check_run` admits.
 
         Args:
-            schema: of the run's data; without a training split the run has no epochs.
-            schedule: by default that of epochs of the data set; a stream has none.
+            schema: schema of the run's data; without a training split the run has no epochs.
+            schedule: by default the schedule of epochs of the data set.
             bags: by default those of the schema's fields.
 
         Raises:
-            UserError: `[id_table]` names a field that there is not.
+            UserError: `[id_table]` names an unknown field.
         """
         tables = tuple(table_specs(schema, config))
         bags = tuple(embedding_tables(schema, tables) if bags is None else bags)
@@ -136,13 +160,8 @@ class RunPlan:
             Scaled.of(config),
         )
 
-    @property
-    def is_collisionless(self) -> bool:
-        """Whether tables give rows to ids as they come."""
-        return any(spec.ids.kind == "collisionless" for spec in self.tables)
-
     def describe(self) -> dict[str, Any]:
-        """Model, batch size, clip and scaled hyperparameters, as saved with a run."""
+        """Returns model, batch size, clip and scaled hyperparameters, as they are saved with a run."""
         clip: Any = self.scaled.clip
         return {
             "model": self.config.model.name,
@@ -159,12 +178,12 @@ class LrSchedule:
     """Learning rates by step, counted from 0, as multiples of the scaled rates.
 
     Attributes:
-        warmup_steps: steps over which the network's rate rises linearly from 1e-8, as in the CowClip reference:
+        warmup_steps: W, steps over which the network's rate rises linearly, as in the CowClip reference:
             ``1e-8 + (lr - 1e-8) * min(k, W) / W``.
-        decay: how both rates fall.
-        decay_steps: T: steps of the whole run for "linear", ``1 - k / T``, and for "cosine",
-            ``(1 + cos(pi * k / T)) / 2`` (arXiv 1608.03983, equation 5, without restarts); steps between two falls for
-            a number of epochs, of which each is to a tenth: ``0.1 ** floor(k / T)``.
+        decay: `optimizer.lr_decay`.
+        decay_steps: T, steps of the whole run for "linear", ``1 - k / T``, and for "cosine",
+            ``(1 + cos(pi * k / T)) / 2`` (arXiv 1608.03983, equation 5, without restarts). Where the decay is a number
+            of epochs, T is their steps, and the share is ``0.1 ** floor(k / T)``.
     """
 
     warmup_steps: float = 0
@@ -173,7 +192,6 @@ class LrSchedule:
 
     @classmethod
     def of_epochs(cls, config: OptimizerConfig, epoch_steps: int, total_steps: int) -> "LrSchedule":
-        """The schedule of a run over epochs, whose steps are counted as in :class:`RunPlan`."""
         decay = config.lr_decay or "none"
         steps = total_steps if isinstance(decay, str) else decay * epoch_steps
         return cls(ceil(config.warmup_epochs * epoch_steps - 1e-9), decay, steps)
@@ -189,10 +207,106 @@ class LrSchedule:
         return lr * self._left(step)
 
     def _left(self, step: int) -> float:
-        """Share of the rate that the decay leaves to a step."""
         if self.decay == "none":
             return 1.0
         if not isinstance(self.decay, str):
             return 0.1 ** floor(step / self.decay_steps + 1e-9)  # 0.7 epochs of 10 steps are 7.000000000000001
         share = min(step / self.decay_steps, 1.0)
         return 1 - share if self.decay == "linear" else (1 + cos(pi * share)) / 2
+
+
+def table_specs(schema: Schema, config: RunConfig) -> list[TableSpec]:
+    """Lists the tables of a run, in the order of their first fields. Raises UserError for an unknown table or field."""
+    by_name = {field.name: field for field in schema.sparse}
+    own = [field.name for field in schema.sparse if not field.shares]  # a history has the table of what it shares
+    widths, specs = dict(zip(by_name, config.model.widths(list(by_name)), strict=True)), []
+    for name, names in config.id_table.table_fields(own).items():
+        fields, ids = tuple(by_name[field] for field in names), config.id_table.of_table(name)
+        keys = tuple(key for field in schema.sparse if field.vocabulary in names for key in field.keys)
+        specs.append(TableSpec(table_name(name), fields, keys, ids, _rows(fields, ids), widths[names[0]]))
+    return specs
+
+
+def _rows(fields: Sequence[SparseField], ids: IdConfig) -> int:
+    if ids.kind == "rows":
+        return fields[0].num_embeddings
+    if ids.kind == "hash":
+        return RESERVED_ROWS + ids.capacity
+    return rows_for(ids.capacity)
+
+
+def embedding_tables(schema: Schema, specs: Sequence[TableSpec]) -> list[EmbeddingBagConfig]:
+    """Makes a TorchRec table for each spec, wide enough for the embedding and the wide weight."""
+    return [
+        EmbeddingBagConfig(
+            name=spec.name,
+            num_embeddings=spec.num_embeddings,
+            embedding_dim=physical_dim(spec.embedding_dim),
+            feature_names=list(spec.keys),
+            # A weighted collection only sums; the reader then gives a mean-pooled field's ids the weight 1/length.
+            pooling=(
+                PoolingType.MEAN if spec.fields[0].pooling == "mean" and not schema.is_weighted else PoolingType.SUM
+            ),
+        )
+        for spec in specs
+    ]
+
+
+def require_tables(key: str, names: Iterable[str], tables: Sequence[EmbeddingBagConfig]) -> None:
+    """Raises UserError, with the nearest name, for a name under a key that is not that of a table."""
+    of_model = {table.name: shown_name(table.name) for table in tables}
+    for name in names:
+        if table_name(name) not in of_model:
+            known = list(of_model.values())
+            raise UserError(f"{key} names {name!r}, which is not a sparse field; {hint(name, known, 'sparse fields')}")
+
+
+def table_name(name: str) -> str:
+    """Returns the name in the model of a field's table; it is no name that torch's modules have, such as ``type``."""
+    return f"%{ord(name[0]):02X}{name[1:]}" if name in _TAKEN else escaped_name(name)
+
+
+def shown_name(table: str) -> str:
+    """Returns the name of a table as the schema or the run's configuration has it; a very long one is cut."""
+    return "" if table == escaped_name("") else unquote(table)
+
+
+def by_table(settings: Mapping[str, Value]) -> dict[str, Value]:
+    """Renames the keys of settings to the tables' names in the model."""
+    return {table_name(name): value for name, value in settings.items()}
+
+
+def chosen_kinds(config: RunConfig, tables: Sequence[EmbeddingBagConfig], process: Process) -> dict[str, str]:
+    """Chooses the kind of each table; "auto" on several GPUs for tables that the planner decides on."""
+    sharding, names = config.sharding, [table.name for table in tables]
+    if sharding.plan != "auto":
+        kinds = dict.fromkeys(names, str(sharding.plan))
+    elif process.device.type == "cuda" and process.world_size > 1:
+        kinds = dict.fromkeys(names, "auto")
+    else:
+        kinds = _balanced_kinds(tables, process)
+    return kinds | by_table(sharding.tables)
+
+
+def _balanced_kinds(tables: Sequence[EmbeddingBagConfig], process: Process) -> dict[str, str]:
+    """Chooses row-wise for tables above half of a rank's even share of all bytes, table-wise for the others.
+
+    All are table-wise if one is pooled by the mean, since TorchRec computes a mix wrongly.
+    """
+    share = sum(table_bytes(table) for table in tables) / process.world_size
+    means = any(table.pooling == PoolingType.MEAN for table in tables)
+
+    def kind(table: EmbeddingBagConfig) -> str:
+        unsplit = means or table_bytes(table) <= share / 2 or not reaches_all(table.num_embeddings, process.world_size)
+        return "table_wise" if unsplit or process.world_size == 1 else "row_wise"
+
+    return {table.name: kind(table) for table in tables}
+
+
+def reaches_all(rows: int, ranks: int) -> bool:
+    """Tells whether equal blocks of rows leave rows to the last rank."""
+    return -(-rows // ranks) * (ranks - 1) < rows
+
+
+def table_bytes(table: EmbeddingBagConfig) -> int:
+    return int(4 * table.num_embeddings * table.embedding_dim)

@@ -23,15 +23,14 @@ _PART = 1 << 22
 class StepGuard:
     """Takes the updates of a step, or none of them if the batch would make the model's state non-finite.
 
-    The backward pass of a step ends at the outputs of the tables' lookups. :meth:`admits`, which the dense optimizer
-    calls once the gradients of the step are complete, looks at the loss and all gradients, and then runs the rest of
-    the backward pass, in which tables are updated; or drops it and restores the buffers of the network, such as the
-    means of a BatchNorm. Steps that are taken are bit-identical to those without a guard. Each step waits for the
-    device, once.
+    The backward pass of a step ends at the outputs of the tables' lookups. The dense optimizer then calls
+    :meth:`admits`, which looks at the loss and all gradients. It either runs the rest of the backward pass, in which
+    tables are updated, or drops the step and restores the buffers of the network, such as the means of a BatchNorm.
+    Steps that are taken are bit-identical to those without a guard. Each step waits for the device once. All processes
+    drop a step together.
 
     Args:
         model: a TrainTask, sharded, whose lookups have their optimizers.
-        process: this process; all of them drop a step together.
 
     Attributes:
         reason: why the latest step was dropped; "" if it was taken.
@@ -40,8 +39,8 @@ class StepGuard:
     def __init__(self, model: nn.Module, process: Process) -> None:
         self.reason = ""
         self._parameters, self._process = dense_parameters(model), process
-        buffers = (each for each in dense_tensors(model).values() if not isinstance(each, nn.Parameter))
-        self._buffers = list({id(each): each for each in buffers}.values())  # once, whatever its names are
+        buffers = (tensor for tensor in dense_tensors(model).values() if not isinstance(tensor, nn.Parameter))
+        self._buffers = list({id(buffer): buffer for buffer in buffers}.values())  # each once, under all its names
         self._passes: list[dict[str, tuple[Tensor, Tensor]]] = []
         self._losses: list[Tensor] = []
         self._kept: list[Tensor] = []
@@ -51,7 +50,7 @@ class StepGuard:
             self._cut(lookup)
 
     def admits(self) -> bool:
-        """Takes the updates of the tables and returns True, or drops the step; then :attr:`reason` is set."""
+        """Takes the updates of the tables and returns True, or drops the step and sets :attr:`reason`."""
         found = list(self._measured())
         names, values = [name for name, _ in found], torch.stack([value.float() for _, value in found])
         finite = (values <= LARGEST_GRADIENT).all()  # NaN is not
@@ -63,8 +62,8 @@ class StepGuard:
         self.reason = "" if admitted else _reason(names, values.tolist())
         self._passes, self._losses = [], []
         if admitted:
-            for each in passes:
-                held = [pair for pair in each.values() if pair[1].grad is not None]
+            for outputs in passes:
+                held = [pair for pair in outputs.values() if pair[1].grad is not None]
                 torch.autograd.backward([output for output, _ in held], [leaf.grad for _, leaf in held])
         else:
             for buffer, kept in zip(self._buffers, self._kept, strict=True):
@@ -72,12 +71,12 @@ class StepGuard:
         return admitted
 
     def _measured(self) -> Iterator[tuple[str, Tensor]]:
-        """Names of the losses and gradients, and their magnitudes or norms."""
+        """Yields names of the losses and gradients, and their magnitudes or norms."""
         yield from (("the loss", loss.abs()) for loss in self._losses)
-        grads = {f"the norm of the gradient of {name}": each.grad for name, each in self._parameters.items()}
+        grads = {f"the norm of the gradient of {name}": tensor.grad for name, tensor in self._parameters.items()}
         named = [(name, grad) for name, grad in grads.items() if grad is not None]
-        for each in self._passes:
-            named += [(name, leaf.grad) for name, (_, leaf) in each.items() if leaf.grad is not None]
+        for outputs in self._passes:
+            named += [(name, leaf.grad) for name, (_, leaf) in outputs.items() if leaf.grad is not None]
         named = [(name, grad) for name, grad in named if grad.numel()]
         norms = torch._foreach_norm([grad for _, grad in named])  # many times faster than the largest element on CPU
         yield from zip((name for name, _ in named), norms, strict=True)
@@ -86,7 +85,7 @@ class StepGuard:
         if not model.training:
             return
         if not self._passes:
-            self._kept = [each.clone() for each in self._buffers]
+            self._kept = [buffer.clone() for buffer in self._buffers]
         self._passes.append({})
 
     def _end_pass(self, model: nn.Module, _: Any, output: tuple[Tensor, Any]) -> None:
@@ -94,7 +93,7 @@ class StepGuard:
             self._losses.append(output[0].detach())
 
     def _cut(self, lookup: TbeLookup) -> None:
-        """Makes the outputs of a lookup leaves of the graph that the backward pass of the loss walks."""
+        """Makes the outputs of a lookup leaves of the graph of the loss."""
         forward: Callable[..., Tensor] = lookup.module.forward
         name = f"the norm of the gradient of the rows of {', '.join(shard.name for shard in lookup.shards)}"
 
@@ -111,14 +110,13 @@ class StepGuard:
 
 
 def _reason(names: list[str], values: list[float]) -> str:
-    """Describes the first values that are not finite."""
     wrong = [f"{name} is {value:g}" for name, value in zip(names, values, strict=True) if not value <= LARGEST_GRADIENT]
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return "; ".join(wrong[:3]) + more if wrong else "a loss or gradient on another process is not finite"
 
 
 def random_state(process: Process) -> dict[str, Any]:
-    """State of this process's random generators, keyed by its rank."""
+    """Returns the state of this process's random generators, keyed by its rank."""
     state = {"cpu": torch.get_rng_state()}
     if process.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(process.device)
@@ -126,11 +124,11 @@ def random_state(process: Process) -> dict[str, Any]:
 
 
 def not_finite(state: Mapping[str, Any], process: Process) -> str:
-    """Name of a weight or moment that is not finite on some process; "" if all are finite, on every process.
+    """Finds the name of a weight or moment that is not finite on some process; "" if all are finite, on every process.
 
-    Reads all of the state once, a part at a time. All processes call it together.
+    All processes call together.
     """
-    found = next((name for name, each in _floating(state) if not _is_finite(each)), "")
+    found = next((name for name, values in _floating(state) if not _is_finite(values)), "")
     if process.world_size == 1:
         return found
     names: list[str] = [""] * process.world_size
@@ -139,15 +137,15 @@ def not_finite(state: Mapping[str, Any], process: Process) -> str:
 
 
 def _is_finite(values: Tensor) -> bool:
-    # A float64 sum of float32 numbers is finite only where they are; torch converts what it sums, so that the sum of a
-    # whole table would take twice its memory.
+    # A float64 sum of float32 numbers is finite only where all of them are. torch converts what it sums, so that the
+    # sum of a whole table would take twice its memory.
     rows = max(1, _PART // max(1, values[:1].numel())) if values.dim() else 1
     sums = [part.sum(dtype=torch.float64) for part in (values.split(rows) if values.dim() else [values])]
     return bool(torch.stack(sums).isfinite().all())
 
 
 def _floating(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the floating point tensors of a state, of sharded ones this process's shards."""
+    """Yields names and values of the floating point tensors of a state, of sharded ones this process's shards."""
     for key, value in state.items():
         name = f"{path} {key}".strip()
         if isinstance(value, dict):

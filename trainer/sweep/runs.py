@@ -21,15 +21,13 @@ from cowrec.errors import UserError
 from cowrec.files import locked_folder, replace_file
 
 from ..config.run import RunConfig, first_difference, load_config, save_config, to_plain, with_defaults, with_values
-from ..runs.provenance import changes, load_code
-from ..runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, difference_of_samples, to_json
+from ..runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, changes, difference_of_samples, load_code, to_json
 from ..runtime.environment import prepare_process
 from ..runtime.errors import Interrupted
-from ..runtime.stopping import interrupted_by_sigterm
 from ..runtime.subprocess_call import Subprocess
 from ..sharded_model.check_run import check_settings
-from ..training.epochs import AfterEpoch
-from ..training.trainer import train
+from ..training.active_run import interrupted_by_sigterm
+from ..training.trainer import AfterEpoch, train
 
 RUNS = "runs"
 

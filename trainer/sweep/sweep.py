@@ -22,7 +22,7 @@ from cowrec.sparse_opt import SCALING_RULES
 from ..config.run import RunConfig, with_values
 from ..measures.clip_metrics import HARDLY_ANY
 from ..reports.text_table import speed_text
-from ..runs.provenance import environment
+from ..runtime.environment import environment
 from ..runtime.errors import ProcessFailed
 from ..sharded_model.run_plan import Scaled
 from .results import few_steps_warning

@@ -26,8 +26,7 @@ from ..measures.quality import measure_tasks
 from ..measures.segments import Segments
 from ..runs.checkpoint import Progress
 from ..runs.local_copy import local_copy, local_data
-from ..runs.provenance import load_code, warn_if_changed
-from ..runs.run_dir import CHECKPOINTS, CONFIG, require_same_ids
+from ..runs.run_dir import CHECKPOINTS, CONFIG, load_code, require_same_ids, warn_if_changed
 from ..runtime.environment import launched_rank, launched_world_size
 from ..runtime.processes import Process, from_first, on_first, process_group
 from ..sharded_model.check_run import require_labels
@@ -52,15 +51,15 @@ def evaluate_run(
 
     Args:
         run_dir: a path or the URI of a folder in an object store.
-        by: sparse fields and kept columns to measure groups of samples by, or one; entry ``by`` of the result has what
-            :meth:`Segments.measure` returns for each.
+        by: sparse fields and kept columns to measure groups of samples by, or one; entry ``by`` of the result has the
+            values of :meth:`Segments.measure` for each.
+        top: number of groups to list.
         importance: also predict with the values of each field permuted, in one process, with all samples in memory;
-            entry ``importance`` of the result has what :func:`field_importance` returns.
-        checkpoint: "latest", "best" or a step; by default "best" where the run keeps it. So it is in the other
-            functions here.
+            entry ``importance`` of the result has the values of :func:`field_importance`.
+        checkpoint: "latest", "best" or a step; by default "best" where the run keeps it.
 
     Raises:
-        ValueError: the folder is not a run, the data have other ids than the run's, the split has no labels, or its
+        UserError: the folder is not a run, the data have other ids than the run's, the split has no labels, or its
             samples cannot be grouped so.
     """
     if importance and launched_world_size() > 1:
@@ -76,7 +75,7 @@ def evaluate_run(
         samples = predicted_samples(state, reader)
         quality = from_first(process, lambda: measure_tasks(samples, reader.schema.labels))
         main = samples.of_task(0)
-        by_column = from_first(process, lambda: {name: each.measure(main, top) for name, each in segments.items()})
+        by_column = from_first(process, lambda: {name: groups.measure(main, top) for name, groups in segments.items()})
         if launched_rank() == 0:
             logger.info("%s samples of %s: %s", f"{quality.rows:,}", split, quality)
         result = quality.values() | {"step": progress.step} | ({"by": by_column} if by else {})
@@ -95,18 +94,18 @@ def predict_run(
     """Writes the click probability of each sample to a Parquet or, by its name, CSV file, in the order of the samples.
 
     Its columns are ``sample_number`` int64, the sample's number over all raw files, where the data set has it; the
-    labels, where they are known; the kept columns under their raw names, as text; and ``prediction`` float32, of
-    several labels ``prediction_<label>`` each.
+    labels, where they are known; the kept columns under their raw names, as text; and ``prediction`` float32, or
+    ``prediction_<label>`` of each of several labels.
 
     Args:
-        every_row: of a data set that was prepared ``like`` the run, also write the bad rows of the raw files, of which
-            all but the number is null.
+        every_row: also write the bad rows of the raw files, in which all but the number is null; the data set was
+            prepared ``like`` the run.
 
     Returns:
         The number of rows written.
 
     Raises:
-        ValueError: see :func:`evaluate_run`; or there is more than one process, or no such file can be written.
+        UserError: see :func:`evaluate_run`; or there is more than one process, or the file cannot be written.
     """
     if launched_world_size() > 1:
         raise UserError("predict runs in one process; start it without torchrun")
@@ -120,8 +119,8 @@ def predict_run(
         open_writer = CSVWriter if suffix == ".csv" else pq.ParquetWriter
         end = 0
         with replacing(Path(output)) as file, open_writer(file, schema) as writer:
-            for each in predictions(state, reader):
-                values = each.logits.sigmoid().float().cpu().reshape(len(each.logits), -1).numpy()
+            for samples in predictions(state, reader):
+                values = samples.logits.sigmoid().float().cpu().reshape(len(samples.logits), -1).numpy()
                 columns = [*beside.take(len(values)), *(pa.array(column) for column in values.T)]
                 table, start = pa.table(columns, schema=schema), end
                 end = table[SAMPLE_NUMBER][-1].as_py() + 1 if every_row else end + table.num_rows
@@ -132,7 +131,7 @@ def predict_run(
 
 
 def _with_bad_rows(table: pa.Table, start: int, end: int) -> pa.Table:
-    """Returns the rows of the samples numbered from ``start`` to ``end``, of which a table lacks the bad ones."""
+    """Adds the bad rows, which a table of the samples numbered from ``start`` to ``end`` lacks."""
     index = np.full(end - start, -1)
     index[table[SAMPLE_NUMBER].to_numpy() - start] = np.arange(table.num_rows)
     rows = table.take(pa.array(index, mask=index < 0))
@@ -152,16 +151,16 @@ def encoded(
 ) -> Iterator[Path]:
     """Encodes raw samples with the ids and scales of a run, as ``cowrec prepare --like`` does.
 
-    Yields the folder of a data set, whose test split has all samples that can be read; the data set is removed at the
-    end of the block. Memory does not grow with the samples.
+    Yields the folder of a temporary data set, whose test split has all samples that can be read. Memory does not grow
+    with the samples.
 
     Args:
-        inputs, config, keep, progress: as of ``cowrec.data_pipeline.prepare``.
+        inputs, config, keep, progress: arguments of ``cowrec.data_pipeline.prepare``.
         beside: file in whose folder the data set is; by default it is in the folder of temporary files.
         labelled: whether labels are required.
 
     Raises:
-        ValueError: the folder is not a run of raw samples; or a file, or a row that may not be skipped, cannot be read.
+        UserError: the folder is not a run of raw samples; or a file, or a row that may not be skipped, cannot be read.
     """
     if launched_world_size() > 1:
         raise UserError("raw samples are encoded in one process; start it without torchrun, or prepare them first")
@@ -182,7 +181,7 @@ def encoded(
 
 
 def require_writable(output: Place) -> str:
-    """Raises ValueError if no file of predictions can be written there; returns the ending of the file's name."""
+    """Raises UserError if no file of predictions can be written there; returns the ending of the file's name."""
     require_target(Path(output))
     if (suffix := Path(output).suffix.lower()) in _OTHER_FORMATS:
         raise UserError(f"{output}: predictions are written as Parquet or CSV, not {suffix}; name it .parquet or .csv")
@@ -193,11 +192,7 @@ _OTHER_FORMATS = (".tsv", ".txt", ".json", ".jsonl", ".gz", ".zst", ".feather", 
 
 
 class _Beside:
-    """Columns of a split that stand beside predictions, read shard by shard as they are taken.
-
-    Attributes:
-        schema: their names and types in the file of predictions.
-    """
+    """Columns of a split that stand beside predictions, read shard by shard; ``schema`` has their names and types."""
 
     def __init__(self, data_dir: Path, split: str) -> None:
         schema = Schema.load(data_dir)
@@ -218,7 +213,6 @@ class _Beside:
         self._shards = shard_columns(data_dir, schema, split, names)
 
     def take(self, count: int) -> list[pa.ChunkedArray]:
-        """Returns the columns of the next ``count`` samples."""
         while self._names and self._rest.num_rows < count:
             self._rest = pa.concat_tables([self._rest, next(self._shards).select(self._names)])
         taken, self._rest = self._rest.slice(0, count), self._rest.slice(count)
@@ -228,10 +222,9 @@ class _Beside:
 def trained_state(
     run_dir: Path, run: tuple[RunConfig, Schema], process: Process, checkpoint: str = ""
 ) -> tuple[TrainState, Progress]:
-    """Loads a run's model, sharded over the process group, with the weights of an intact checkpoint, and its progress.
+    """Loads the model of a run from :func:`run_of`, sharded over the process group, with weights of a checkpoint.
 
-    The run is from :func:`run_of`; it may have had another number of processes, for which its sharding was chosen.
-    Raises ValueError as :meth:`TrainState.load_weights` does.
+    The run may have had another number of processes. Raises UserError as :meth:`TrainState.load_weights` does.
     """
     config, schema = run
     if process.world_size > 1:
@@ -243,8 +236,7 @@ def trained_state(
 def run_of(run_dir: Path) -> tuple[RunConfig, Schema]:
     """Loads a run's configuration, as it works on this machine, and its data schema.
 
-    Raises:
-        ValueError: the folder is not a run, or its own network or loss cannot be imported.
+    Raises UserError if the folder is not a run, or its own network or loss cannot be imported.
     """
     if not (run_dir / CONFIG).is_file():
         raise UserError(f"{run_dir} is not a run: it has no {CONFIG}; pass the --run-dir of a cowrec train")
@@ -255,10 +247,7 @@ def run_of(run_dir: Path) -> tuple[RunConfig, Schema]:
 
 
 def _without_cuda(config: RunConfig) -> RunConfig:
-    """Returns the configuration of a run, of which only the weights are used, for a machine without a GPU.
-
-    Weights are float32 whatever the products' precision is. The optimizer's state is not read.
-    """
+    """Adapts a configuration to a machine without a GPU, for uses of the weights alone, which are always float32."""
     train, optimizer = config.train, config.optimizer
     precision = "float32" if train.precision == "tf32" else train.precision
     embedding = "adagrad" if optimizer.embedding == "fbgemm_adam" else optimizer.embedding

@@ -20,7 +20,7 @@ from ..config.sections import OnNonfinite
 from ..measures.clip_metrics import ClipWatch
 from ..runs.checkpoint import Checkpoints, Progress, State, WriteFiles, choose_checkpoint
 from ..runs.checkpoint_files import Fetch, all_present, checkpoint_keys, read_checkpoint, readable
-from ..runs.provenance import environment
+from ..runtime.environment import environment
 from ..sharded_model.build import (
     build_sharded,
     dense_parameters,
@@ -28,12 +28,10 @@ from ..sharded_model.build import (
     embedding_optimizer,
     seed_process,
 )
-from ..sharded_model.dense_adam import DenseAdam
 from ..sharded_model.id_translation import IdTranslation
-from ..sharded_model.run_plan import RunPlan
+from ..sharded_model.run_plan import RunPlan, by_table, shown_name
+from ..sharded_model.step import CapturedSteps, DenseAdam, pipeline_of, why_not_captured
 from ..sharded_model.step_guard import StepGuard, not_finite, random_state
-from ..sharded_model.tables import by_table, shown_name
-from .pipeline import CapturedSteps, pipeline_of, why_not_captured
 
 
 class Step(NamedTuple):
@@ -43,8 +41,7 @@ class Step(NamedTuple):
         loss: scalar, detached.
         logits: float32 [B], detached.
         label: float32 [B].
-        dense_lr: learning rate of the network.
-        embedding_lr: learning rate of the tables.
+        dense_lr, embedding_lr: learning rates of the network and of the tables.
         set_aside: why the batch changed neither weights nor moments, and is no step; "" if it was trained on.
     """
 
@@ -60,28 +57,24 @@ class TrainState:
     """Everything that training changes: the model, its optimizers, the id tables and the number of steps.
 
     Args:
-        on_nonfinite: what is done about a batch that would make the state non-finite; "stop" does not look at it.
-        reads_ahead: as of :class:`ActiveRun`.
+        on_nonfinite: "skip" drops a batch that would make the state non-finite; "stop" does not look at it.
+        reads_ahead: see :class:`ActiveRun`.
 
     Attributes:
-        embedding_optimizer, dense_optimizer: see :func:`embedding_optimizer`; that of the network.
+        embedding_optimizer, dense_optimizer: optimizers of the tables and of the network.
         ids: translates the ids of batches, which the pipeline takes translated.
         pipeline: runs steps and evaluation.
         why_not_captured: why no step can be a captured CUDA graph; "" if they can.
         clip_watch: reads the clip's statistics; None without a clip.
         logit_shift: correction of predictions for the negatives that the training split lacks, see `Schema`.
-        steps, environment: training steps taken; versions and hardware.
+        steps: number of training steps taken.
+        environment: versions and hardware.
 
     Raises:
-        ValueError: from :func:`build_sharded`, :func:`embedding_optimizer` or :class:`IdTranslation`.
+        UserError: the model or its optimizers cannot be built.
     """
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        on_nonfinite: OnNonfinite = "stop",
-        reads_ahead: bool = True,
-    ) -> None:
+    def __init__(self, plan: RunPlan, on_nonfinite: OnNonfinite = "stop", reads_ahead: bool = True) -> None:
         self.plan = plan
         config, schema, process = plan.config, plan.schema, plan.process
         self._config, self._process = config, process
@@ -112,8 +105,8 @@ class TrainState:
             batch_size=config.train.batch_size,
         )
         self.steps, self._passes = 0, 1
-        # Masks of -inf are not; read when the first checkpoint is due.
-        self._finite = {name: each.isfinite().all() for name, each in dense_tensors(self.model.module).items()}
+        # A network may have masks of -inf.
+        self._finite = {name: tensor.isfinite().all() for name, tensor in dense_tensors(self.model.module).items()}
         self.environment = environment(process.device)
 
     @property
@@ -123,7 +116,6 @@ class TrainState:
 
     @property
     def captured(self) -> bool:
-        """Whether training steps are a captured CUDA graph by now."""
         return isinstance(self.pipeline, CapturedSteps) and self.pipeline.captured
 
     @property
@@ -132,7 +124,6 @@ class TrainState:
         return self.ids.tables
 
     def _accumulate(self, passes: int) -> None:
-        """Makes one step of so many coming backward passes."""
         if passes != self._passes:
             assert self.embedding_optimizer is not None
             self.embedding_optimizer.accumulate(passes)
@@ -149,10 +140,9 @@ class TrainState:
         loss, logits, label = self.pipeline.progress(batches)
         if passes > 1:
             others = [self.pipeline.progress(batches) for _ in range(passes - 1)]
-            loss = torch.stack([loss, *(each[0] for each in others)]).sum()
-            logits, label = (
-                torch.cat([first, *(each[number] for each in others)]) for number, first in ((1, logits), (2, label))
-            )
+            loss = torch.stack([loss, *(output[0] for output in others)]).sum()
+            logits = torch.cat([logits, *(output[1] for output in others)])
+            label = torch.cat([label, *(output[2] for output in others)])
         set_aside = self._guard.reason if self._guard else ""
         self.steps += not set_aside
         return Step(loss, logits, label, dense_lr, embedding_lr, set_aside)
@@ -164,27 +154,23 @@ class TrainState:
             set_rates(self.model.fused_optimizer, lr, by_table(self._config.optimizer.embedding_lr_factors))
 
     def save(self, checkpoints: Checkpoints, progress: Progress, write_files: WriteFiles | None = None) -> None:
-        """Writes a checkpoint; see :meth:`Checkpoints.save`.
-
-        Replayed rows are saved as they are, some of them behind: bringing all of them up to date would take as many
-        steps of every row as were taken since it was trained.
-        """
+        """Writes a checkpoint; see :meth:`Checkpoints.save`. Replayed rows are saved without the steps they missed."""
         about = {"world_size": self._process.world_size, "config": to_plain(self._config), **self.environment}
         with self._as_stored():
             checkpoints.save(self._everything() | random_state(self._process), progress, about, write_files)
 
     def not_finite(self) -> str:
-        """Name of a weight or moment that is not finite, and was at the start; "" if all are. Reads all of them."""
+        """Finds the name of a weight or moment that is not finite, and was at the start; "" if all are finite."""
         with self._as_stored():
             state = self._everything()
-            state["model"] = {name: each for name, each in state["model"].items() if self._finite.get(name, True)}
+            state["model"] = {name: tensor for name, tensor in state["model"].items() if self._finite.get(name, True)}
             return not_finite(state, self._process)
 
     def resume(self, checkpoints: Checkpoints) -> Progress | None:
-        """Loads the newest intact checkpoint of the run in place; None where there is none.
+        """Loads the newest intact checkpoint of the run in place; returns None where there is none.
 
-        If the number of processes has changed, they start with new random numbers; so does a GPU after a run on CPU.
-        Raises ValueError as :func:`find_checkpoint` does, or if the checkpoint does not fit the run.
+        If the number of processes or the kind of device has changed, random numbers start anew. Raises UserError as
+        :func:`find_checkpoint` does, or if the checkpoint does not fit the run.
         """
         found = checkpoints.find()
         if found is None:
@@ -193,7 +179,7 @@ class TrainState:
         with readable(path), self._as_stored():
             keys = checkpoint_keys(path)
             random = {
-                key: {kind: each for kind, each in generators.items() if f"{key}.{kind}" in keys}
+                key: {kind: numbers for kind, numbers in generators.items() if f"{key}.{kind}" in keys}
                 for key, generators in random_state(self._process).items()
                 if f"{key}.cpu" in keys
             }
@@ -213,10 +199,9 @@ class TrainState:
         return progress
 
     def load_weights(self, folder: Path, checkpoint: str = "", fetch: Fetch = all_present) -> Progress:
-        """Loads tables, network and id tables of an intact checkpoint, to use or export the model; says which it is.
+        """Loads the weights and id tables of the checkpoint of :func:`choose_checkpoint`, to use or export the model.
 
-        It is chosen by :func:`choose_checkpoint`; ``fetch`` gets files that this host lacks. Raises ValueError as that
-        function does, or if the checkpoint does not fit the model.
+        Raises UserError as that function does, or if the checkpoint does not fit the model.
         """
         keep_best = self._config.checkpoint.keep_best
         path, progress = choose_checkpoint(folder, keep_best, checkpoint, self._process, fetch)
@@ -227,13 +212,13 @@ class TrainState:
         return progress
 
     def _as_stored(self) -> AbstractContextManager[None]:
-        """Within it states are saved and loaded with replayed rows as they are; see :meth:`EmbeddingAdam.as_stored`."""
+        """Saves and loads replayed rows as they are within the block; see :meth:`EmbeddingAdam.as_stored`."""
         return self.adam.as_stored() if self.adam else nullcontext()
 
     def _weights(self, steps: int | None = None) -> State:
-        """Weights and id tables, sharing their memory, and with replayed rows what brings them up to date.
+        """Returns weights and id tables, sharing their memory, and under replay the state that brings rows up to date.
 
-        To be read from a checkpoint after so many ``steps``, or else as they are.
+        ``steps`` is given to read the state from a checkpoint after so many steps.
         """
         state: State = {"model": self.model.state_dict()}
         if self.id_tables:
@@ -241,7 +226,7 @@ class TrainState:
         return state | (self._tables(steps) if self.adam else {})
 
     def _everything(self, steps: int | None = None) -> State:
-        """All tensors that training changes, sharing their memory, except for random states; see :meth:`_weights`."""
+        """Returns all tensors that training changes, except for random states, as :meth:`_weights` does."""
         state = self._weights(steps)
         state |= {"dense_optimizer": self.dense_optimizer.tensors(), "iterations": self._iterations()}
         return state | ({} if self.adam else self._tables(steps))
@@ -268,7 +253,7 @@ class TrainState:
             self.adam.load_state_dict({"state": tables})
 
     def _iterations(self) -> Tensor:
-        """Forward passes as FBGEMM counts them; ranks without a table count none."""
+        """Returns the number of forward passes as FBGEMM counts them; ranks without a table count none."""
         counted = torch.tensor(max((lookup.iterations for lookup in ModelInventory(self.model).lookups), default=0))
         if dist.get_world_size() > 1:
             counted = counted.to(self.model.device)

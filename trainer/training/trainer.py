@@ -2,36 +2,40 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator
-from math import isfinite, isnan
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from math import isfinite, isnan, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cowrec.data_pipeline import Batch, Reader, Schema
+from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes
 from cowrec.data_pipeline.remote import Place
 from cowrec.errors import UserError
 
 from ..config.run import RunConfig, checked_config, few_steps_warning, load_config, with_defaults, with_values
-from ..measures.quality import require_distinct_measures
+from ..measures.quality import auc_remark, calibration_remark, require_distinct_measures
 from ..measures.segments import id_count_thirds
-from ..runs.local_copy import local_data
+from ..runs.checkpoint import Progress, best_epoch
+from ..runs.local_copy import RunPlace, local_data
 from ..runs.metrics_log import MetricsLog
 from ..runs.run_dir import CONFIG, JOURNAL, REPORT, write_json
-from ..runs.run_place import RunPlace
 from ..runtime.processes import on_first, process_group
-from ..runtime.stopping import StopRequest, stop_requests
 from ..sharded_model.build import check_batches
 from ..sharded_model.check_run import check_run
 from ..sharded_model.run_plan import RunPlan
-from .active_run import ActiveRun, require_run_dir
-from .dataloading import Readers, even_slice, keep_resident, training_readers
-from .epochs import AfterEpoch, EpochEnd, Epochs, Speed
+from ..sharded_model.step import even_slice
+from .active_run import ActiveRun, StopRequest, require_run_dir, stop_requests
 from .evaluation import Stopped, evaluate
-from .report import epochs_report, epochs_summary, remarks, without_times
 from .state import Step
 from .warm_start import warm_start
+
+EpochEnd = dict[str, Any]
+"""Number of an epoch, from 1, training steps taken until its end, and measures, as report and checkpoints list them."""
+AfterEpoch = Callable[[EpochEnd], bool]
+"""Decides by the measures after an epoch whether the run ends there."""
 
 
 def train(
@@ -39,15 +43,13 @@ def train(
 ) -> dict[str, Any]:
     """Trains a model, evaluating and saving after every epoch; returns the report that ``run_dir`` then holds.
 
-    The report's ``samples_per_second`` and ``train_seconds`` cover the training steps only, without evaluations and
-    checkpoints and without the run's first step, in which kernels are compiled or loaded. ``wall_seconds`` covers
-    everything since the processes joined.
+    The report's ``samples_per_second`` and ``train_seconds`` cover the training steps only, without the run's first
+    step, in which kernels are compiled. ``wall_seconds`` covers everything since the processes joined.
 
     Args:
-        data_dir: prepared data set; a path, or a URI, of which a local copy is read (:func:`local_data`).
-        run_dir: folder of the run, new or empty unless it is resumed; a path or the URI of a folder in an object store,
-            see :class:`RunPlace`.
-        resume: continue from the newest checkpoint in that folder, or start if there is none. On the same number of
+        data_dir: prepared data set, a path or a URI.
+        run_dir: folder of the run, new or empty unless it is resumed; a path or the URI of a folder in an object store.
+        resume: whether to continue from the newest checkpoint in that folder, if there is one. On the same number of
             processes the weights are bit-identical to those of an uninterrupted run.
         after_epoch: called after each epoch but the last, in a resumed run first for the epoch before; all processes
             must decide alike.
@@ -82,19 +84,30 @@ def train(
         return report
 
 
+class Readers(NamedTuple):
+    """Readers of a training run: of the training samples, shuffled, of the validation samples, and of the test split.
+
+    Validation samples are the split "validation" or the last samples of the training split; None without either.
+    """
+
+    train: Reader
+    validation: Reader | None
+    test: Reader
+
+    @property
+    def measured(self) -> Reader:
+        return self.test if self.validation is None else self.validation
+
+
 class Trainer:
     """Trains a run over the epochs of a data set. All processes call together.
-
-    Args:
-        run: with the model in its initial state.
-        after_epoch: as of :class:`Epochs`.
 
     Attributes:
         epochs, speed: where the run is, and how fast it trains.
         log, stop: the metrics log and the request to stop, while :meth:`train` runs.
 
     Raises:
-        UserError: a batch, or a label's name, that the network or the measures cannot take.
+        UserError: the network cannot take one of the batches.
     """
 
     log: MetricsLog
@@ -132,10 +145,15 @@ class Trainer:
 
     def introduce(self) -> None:
         """Describes the run, and warns of settings without the effect that they promise."""
-        self.run.say(epochs_summary(self.run, self.readers))
-        if warning := few_steps_warning(
-            self.config, self.plan.train_rows, self.plan.steps, validated=self.readers.validation is not None
-        ):
+        plan, validation = self.plan, self.readers.validation
+        validation_samples = f"{validation.num_rows:,} validation samples, " if validation else ""
+        self.run.say(
+            f"{self.config.model.name} on {plan.schema.name}: {plan.train_rows:,} training samples, "
+            f"{validation_samples}{len(plan.schema.sparse)} fields,"
+            f" {sum(spec.num_embeddings for spec in plan.tables):,} table rows\n"
+            f"batch {self.config.train.batch_size} ({plan.epoch_steps} steps an epoch), {self.run.settings_summary()}"
+        )
+        if warning := few_steps_warning(self.config, plan.train_rows, plan.steps, validated=validation is not None):
             self.run.warn(warning)
         if any(spec.ids.kind == "collisionless" and spec.ids.window for spec in self.plan.tables):
             self.run.warn(
@@ -144,7 +162,6 @@ class Trainer:
             )
 
     def resume(self) -> bool:
-        """Continues from the newest checkpoint of the run; False if it has none."""
         progress = self.run.resume()
         if progress is None:
             return False
@@ -181,14 +198,13 @@ class Trainer:
         epochs.end()
 
     def batches(self) -> Iterator[Batch]:
-        """This process's slices of the batches that are left of the epoch, all of one size, with rows as ids."""
+        """Yields this process's slices of the batches that are left of the epoch, all of one size, with rows as ids."""
         ids, ranks = self.state.ids, self.process.world_size
-        for each in self.reader.epoch(self.epochs.epoch, self.epochs.step):
-            own = even_slice(each, ranks) if ranks > 1 else each
+        for batch in self.reader.epoch(self.epochs.epoch, self.epochs.step):
+            own = even_slice(batch, ranks) if ranks > 1 else batch
             yield ids.training(own, in_order=False) if ids.translates else own
 
     def _samples_done(self) -> int:
-        """Samples of the epoch that have been trained on."""
         return self.reader.samples_before(self.epochs.step)
 
     def _logs_now(self, steps: int) -> bool:
@@ -216,9 +232,9 @@ class Trainer:
             )
 
     def evaluate(self) -> None:
-        """Measures the model after an epoch; a run that is to stop goes on from the epoch's last step.
+        """Measures the model after an epoch, with validation samples if there are any, else with the test split.
 
-        With validation samples, these are measured and the test split once, at the end; without them the test split.
+        A run that is to stop meanwhile goes on from the epoch's last step.
         """
         epochs, steps, measured = self.epochs, self.run.steps, self.readers.measured
         try:
@@ -240,7 +256,7 @@ class Trainer:
             )
 
     def measure(self, reader: Reader) -> tuple[dict[str, Any], str]:
-        """Measures of the validation samples or of the test split, and a text for the terminal; raises Stopped."""
+        """Measures validation samples or the test split; returns measures and a text for the terminal."""
         is_test = reader is self.readers.test
         found = evaluate(self.state, reader, self._thirds if is_test else None, self.stop.agreed)
         if not isfinite(found.logloss) and not isnan(found.ctr):  # whose labels are not all unknown
@@ -248,9 +264,9 @@ class Trainer:
             raise self.run.non_finite(f"on the {where} after step {self.run.steps} (epoch {self.epochs.epoch})")
         if is_test:
             return found.values(), f"test {found}"
-        measured = {key: each for key, each in found.values().items() if key.startswith(("auc", "logloss"))}
-        text = f"validation {dataclasses.replace(found, excess_logloss=None)}"
-        return {f"validation_{key}": each for key, each in measured.items()}, text
+        values = found.values().items()
+        measured = {f"validation_{key}": value for key, value in values if key.startswith(("auc", "logloss"))}
+        return measured, f"validation {dataclasses.replace(found, excess_logloss=None)}"
 
     def save(self) -> None:
         """Saves a checkpoint from which the epoch can be continued."""
@@ -265,11 +281,11 @@ class Trainer:
         )
 
     def final_quality(self) -> dict[str, Any]:
-        """Measures of the report: those of the best epoch where `checkpoint.keep_best` keeps it, else of the last one.
+        """Returns the measures of the best epoch where `checkpoint.keep_best` keeps it, else of the last one.
 
-        With validation samples the test split is measured here for the first time: with the last weights and, if the
-        best ones are kept and are others, with these. The best checkpoint may be damaged, or removed before it was to
-        be kept; then another one is loaded, as by later commands. Raises Stopped; a resumed run measures again.
+        With validation samples the test split is measured here for the first time: with the last weights and with the
+        best ones that are kept. If the best checkpoint is damaged, another one is loaded, as by later commands. Raises
+        Stopped; a resumed run measures again.
         """
         last, best = self.epochs.ends[-1], self.epochs.best()
         chosen = best if best and self.config.checkpoint.keep_best != "none" else last
@@ -285,7 +301,7 @@ class Trainer:
         return values | ({"best_epoch": best["epoch"]} if best else {}) | others
 
     def _tested(self, end: EpochEnd) -> EpochEnd:
-        """Adds the measures of the test split to those of an epoch, with whose weights the model is."""
+        """Adds the measures of the test split to those of the epoch whose weights the model has."""
         values, text = self.measure(self.readers.test)
         self.log.write("test", self.run.steps, epoch=end["epoch"] - 1, **without_times(values))
         self.run.say(f"epoch {end['epoch']}  step {end['step']}  {text}")
@@ -293,7 +309,172 @@ class Trainer:
 
     def report(self, quality: dict[str, Any]) -> dict[str, Any]:
         """Summarizes the run, whose quality is given, and shows the remarks about it."""
-        report = epochs_report(self.run, self.epochs, self.speed, quality)
+        best_possible, speed = self.plan.schema.best, self.speed
+        report = {
+            **quality,
+            "auc_remark": auc_remark(quality, self.epochs.ends[: quality["epoch"]]),
+            "calibration_remark": calibration_remark(quality) if self.config.train.loss == "bce" else None,
+            "samples_per_second": speed.samples / speed.seconds if speed.seconds else nan,
+            "train_seconds": speed.seconds,
+            "best_possible": dict(best_possible) if best_possible else None,
+            "world_size": self.process.world_size,
+            "epochs": list(map(without_times, self.epochs.ends)),
+            "training": self.epochs.training_report(),
+            **self.run.report(),
+        }
         for remark in remarks(report):
             self.run.say(remark)
         return report
+
+
+def without_times(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out the many measures by time, which only the report has."""
+    return {
+        key: without_times(value) if key == "last_epoch" else value
+        for key, value in values.items()
+        if key != "over_time"
+    }
+
+
+def remarks(report: Mapping[str, Any]) -> list[str]:
+    """Returns the remarks that ask for a change. A clip without effect is worth a remark where epochs overfit."""
+    shown = [report["auc_remark"], report["clip_remark"] if report["auc_remark"] else None]
+    return [remark for remark in (*shown, report["calibration_remark"]) if remark]
+
+
+class Epochs:
+    """The position of a run in its epochs, and the measures after each.
+
+    Attributes:
+        epoch: number of epochs trained to their end, which is the index of the current one.
+        step: number of steps taken in the current epoch.
+        ends: measures after each epoch.
+        training: for each epoch that has begun, the number of measured steps, the sum of their losses, and their
+            seconds.
+    """
+
+    def __init__(self, config: RunConfig, *, has_validation: bool, after_epoch: AfterEpoch | None = None) -> None:
+        self._config, self._has_validation, self._after_epoch = config, has_validation, after_epoch
+        self.epoch = self.step = 0
+        self.ends: list[EpochEnd] = []
+        self.training: list[list[float]] = []
+
+    def are_left(self) -> bool:
+        """Tells whether the run goes on, decided anew in a resumed run.
+
+        It ends after `train.epochs`, after `train.patience` epochs without a better one, or where `after_epoch` says
+        so.
+        """
+        if self.epoch >= self._config.train.epochs:
+            return False
+        patience, best = self._config.train.patience, self.best()
+        if patience and best and self.epoch - best["epoch"] >= patience:
+            return False
+        return not (self._after_epoch and self.ends and self._after_epoch(self.ends[-1]))
+
+    def end(self) -> None:
+        self.epoch, self.step = self.epoch + 1, 0
+
+    def reopen(self, steps: int) -> None:
+        """Goes back to the last step of the epoch that has ended, which is still to be measured."""
+        self.epoch, self.step = self.epoch - 1, steps
+
+    def resume(self, progress: Progress) -> None:
+        self.epoch, self.step, self.ends = progress.epoch, progress.epoch_step, list(progress.epochs)
+        self.training = [list(epoch) for epoch in progress.training]
+
+    def add_training(self, loss: float, seconds: float) -> None:
+        """Adds the steps since the last call, whose mean loss is given."""
+        if len(self.training) == self.epoch:
+            self.training.append([0, 0.0, 0.0])
+        steps = self.step - self.training[-1][0]
+        own = (steps, steps * loss, seconds)
+        self.training[-1] = [before + now for before, now in zip(self.training[-1], own, strict=True)]
+
+    def training_report(self) -> list[dict[str, float]]:
+        """Returns the mean training loss of each epoch's steps, and their seconds."""
+        return [
+            {"epoch": number, "loss": loss / steps, "seconds": seconds}
+            for number, (steps, loss, seconds) in enumerate(self.training, 1)
+        ]
+
+    def best(self) -> EpochEnd | None:
+        """Returns the epoch with the best validation quality; without it test quality, if the best is kept."""
+        metric = self._config.checkpoint.keep_best
+        if metric == "none" and not self._has_validation:
+            return None
+        return best_epoch(self.ends, "logloss" if metric == "none" else metric)
+
+    def undefined_metric(self) -> str:
+        """Returns the metric of `checkpoint.keep_best` if the first epoch had no value of it, else ""."""
+        metric = self._config.checkpoint.keep_best
+        return metric if metric != "none" and len(self.ends) == 1 and best_epoch(self.ends, metric) is None else ""
+
+
+class Speed:
+    """Sums samples and seconds of training steps, leaving out evaluations and checkpoints."""
+
+    def __init__(self, samples: int = 0, seconds: float = 0.0) -> None:
+        self.samples, self.seconds = samples, seconds
+        self.start(0)
+
+    def start(self, done: int) -> None:
+        """Starts the clock, ``done`` samples into the epoch."""
+        self._done, self._since = done, time.perf_counter()
+
+    def measure(self, done: int, *, counts: bool) -> tuple[float, float]:
+        """Returns samples per second and seconds since the last call, which enter the sums if they count."""
+        now = time.perf_counter()
+        samples, seconds = done - self._done, now - self._since
+        self._done, self._since = done, now
+        if counts:
+            self.samples += samples
+            self.seconds += seconds
+        return samples / seconds, seconds
+
+    def time_left(self, samples: int) -> str:
+        """Says how long so many samples take; "" in the first step, which compiles kernels."""
+        return f"  {timedelta(seconds=round(samples * self.seconds / self.samples))} left" if self.samples else ""
+
+
+def training_readers(plan: RunPlan) -> Readers:
+    config, schema, process = plan.config, plan.schema, plan.process
+    data_dir = Path(config.data.dir)
+    has_split = "validation" in schema.splits
+    reader = partial(Reader, data_dir, rank=process.rank, world_size=process.world_size, device=process.device)
+    rows = schema.split("train").rows
+    validation_rows = rows - plan.train_rows
+    train = reader(
+        "train",
+        rows=range(plan.train_rows),
+        batch_size=config.train.batch_size,
+        passes=config.train.accumulation,
+        shuffle=True,
+        seed=config.train.seed,
+        window_rows=config.data.window_rows,
+    )
+    evaluation = partial(reader, batch_size=config.train.eval_batch_size, true_logits=True)
+    validation = None
+    if has_split:
+        validation = evaluation("validation")
+    elif validation_rows:
+        validation = evaluation("train", rows=range(plan.train_rows, rows))
+    return Readers(train, validation, evaluation("test"))
+
+
+def keep_resident(readers: Readers, plan: RunPlan) -> None:
+    """Keeps on the device the training samples, then the samples that are measured after each epoch.
+
+    Call it once the model is built: samples are kept if they take at most half of the memory that is left; the other
+    half is for the steps. `data.resident` = "yes" keeps the training samples in any case. Raises UserError if they do
+    not fit then.
+    """
+    config, process = plan.config, plan.process
+    if config.data.resident == "no":
+        return
+    copies = process.local_world_size if process.device.type == "cpu" else 1
+    for reader in (readers.train, readers.measured):
+        free = available_bytes(process.device)
+        fits = free is not None and copies * reader.resident_bytes <= free // 2
+        if fits or (reader is readers.train and config.data.resident == "yes"):
+            reader.make_resident()

@@ -38,12 +38,12 @@ from torch import Tensor, nn
 
 from cowrec.data_pipeline import Batch, Reader, Schema
 from cowrec.trainer.config.run import RunConfig, config_from, with_defaults
-from cowrec.trainer.runs.provenance import environment
+from cowrec.trainer.runtime.environment import environment
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan, Scaled
-from cowrec.trainer.training.dataloading import Readers
 from cowrec.trainer.training.evaluation import predicted_samples
 from cowrec.trainer.training.state import TrainState
+from cowrec.trainer.training.trainer import Readers
 
 EPOCHS, HELD_OUT = 3, 0.1
 EARLIER = {"embedding_lr": 1e-4, "dense_lr": 8e-4, "l2": 1e-5, "warmup_epochs": 1.0}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from cowrec.data_pipeline import Schema
 from cowrec.sparse_opt import Hyperparameters, scale_hyperparameters
-from cowrec.trainer.runs.provenance import environment
+from cowrec.trainer.runtime.environment import environment
 
 DIM, EVALUATED = 10, 16384
 

@@ -28,12 +28,12 @@ from cowrec.data_pipeline import Schema, SynthesizeConfig, synthesize
 from cowrec.trainer.config.run import config_from, load_config, save_config, with_defaults
 from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.reports.text_table import aligned
-from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.runs.run_place import RunPlace
+from cowrec.trainer.runs.local_copy import RunPlace
+from cowrec.trainer.runtime.environment import environment
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.training.active_run import ActiveRun
-from cowrec.trainer.training.dataloading import keep_resident, training_readers
 from cowrec.trainer.training.evaluation import evaluate
+from cowrec.trainer.training.trainer import keep_resident, training_readers
 
 from .meter import metered
 

@@ -11,7 +11,7 @@ from cowrec.data_pipeline import MISSING, PrepareConfig, Reader, Schema, SparseF
 from cowrec.data_pipeline.dataset.shards import block_from_table
 from cowrec.data_pipeline.encoding.vocabulary import raw_ids
 from cowrec.data_pipeline.raw.times import RawTime
-from cowrec.trainer.training.dataloading import even_slice
+from cowrec.trainer.sharded_model.step import even_slice
 from raw_cases import fnv_splitmix, read_split, write_timed
 
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)

@@ -26,11 +26,9 @@ from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import AdamConfig, ClipRule, EmbeddingAdam, Hyperparameters, NoClip, ReferenceCowClip
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.sharded_model.build import dense_parameters
-from cowrec.trainer.sharded_model.dense_adam import DenseAdam
+from cowrec.trainer.sharded_model.build import dense_parameters, sharding_plan
 from cowrec.trainer.sharded_model.run_plan import LrSchedule
-from cowrec.trainer.sharded_model.sharding import sharding_plan
-from cowrec.trainer.sharded_model.task import MeanLoss, TrainTask
+from cowrec.trainer.sharded_model.step import DenseAdam, MeanLoss, TrainTask
 from golden_models import FIELDS, dense_views, golden_batch, golden_model, model_name
 from process_groups import in_processes, process_group
 from random_problems.training import gathered, set_to

@@ -16,8 +16,7 @@ from cowrec.trainer.config.run import RunConfig, config_from, few_steps_warning,
 from cowrec.trainer.config.sections import TrainConfig, seconds
 from cowrec.trainer.runs.run_dir import require_own
 from cowrec.trainer.sharded_model.check_run import check_settings, check_tables
-from cowrec.trainer.sharded_model.run_plan import Scaled
-from cowrec.trainer.sharded_model.tables import TableSpec, table_specs
+from cowrec.trainer.sharded_model.run_plan import Scaled, TableSpec, table_specs
 from cowrec.trainer.training.trainer import train
 from refusal import refused
 

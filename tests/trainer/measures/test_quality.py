@@ -25,7 +25,15 @@ from sklearn.metrics import log_loss, ndcg_score, roc_auc_score
 from commands.command_line import Cowrec
 from cowrec.data_pipeline import PrepareConfig, Schema, SynthesizeConfig, prepare, synthesize
 from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, WEIGHT_SUFFIX
-from cowrec.trainer.measures.quality import Samples, auc_remark, calibration_remark, group_aucs, group_ranks, measure
+from cowrec.trainer.measures.quality import (
+    Samples,
+    auc_remark,
+    calibration_remark,
+    group_aucs,
+    group_ranks,
+    measure,
+    require_distinct_measures,
+)
 from cowrec.trainer.reports.text_table import quality_tables
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from history_cases import make_histories
@@ -454,3 +462,9 @@ def test_remarks_on_auc() -> None:
         assert auc_remark({"auc": 0.6, key: 0.7075}, epochs) is None
     assert auc_remark({"auc": nan}, [{"epoch": 1, "auc": nan}]) is None
     assert "AUC is 0.9999: perhaps a field says" in (auc_remark({"auc": 0.99991}, [{"epoch": 1, "auc": 1.0}]) or "")
+
+
+@pytest.mark.parametrize("labels", [("click", "error"), ("x", "error_x"), ("click", "remark")])
+def test_labels_whose_measures_would_have_one_name_are_refused(labels: tuple[str, ...]) -> None:
+    refused("give the label another name", require_distinct_measures, labels)
+    require_distinct_measures(labels[:1])

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cowrec.trainer.reports.run_curves import RunCurves
-from cowrec.trainer.runs import metrics_log, provenance
+from cowrec.trainer.runs import metrics_log
 from cowrec.trainer.runs.metrics_log import MetricsLog, TrackedRun, Tracking, _mlflow_name, without_secrets
+from cowrec.trainer.runtime import environment
 from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from trained_runs import data_folder, run
 from trainer_cases import interrupted
@@ -229,8 +230,8 @@ def test_damaged_lines_are_removed_with_a_warning(tmp_path: Path, caplog: Any) -
 
 def test_the_commit_is_read_without_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """git status refreshes the index otherwise, and a run that is killed meanwhile leaves its lock behind."""
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "code.py"))
-    assert provenance._git_commit() is None
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "code.py"))
+    assert environment._git_commit() is None
     (tmp_path / "code.py").touch()
     for command in ("init", "add .", "-c user.name=a -c user.email=a@b commit -m first"):
         subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
@@ -238,7 +239,7 @@ def test_the_commit_is_read_without_a_lock(tmp_path: Path, monkeypatch: pytest.M
     index = (tmp_path / ".git" / "index").read_bytes()
     (head,) = (tmp_path / ".git" / "refs" / "heads").iterdir()
     commit = head.read_text().strip()
-    assert provenance._git_commit() == commit
+    assert environment._git_commit() == commit
     assert (tmp_path / ".git" / "index").read_bytes() == index
     (tmp_path / "code.py").write_text("changed")
-    assert provenance._git_commit() == commit + "+"
+    assert environment._git_commit() == commit + "+"

@@ -22,8 +22,7 @@ from cowrec.trainer import evaluate, export_model, load_config, train
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.export.manifest import Manifest
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, list_checkpoints
-from cowrec.trainer.runs.local_copy import cache_folder, local_copy, local_data
-from cowrec.trainer.runs.run_place import RunPlace
+from cowrec.trainer.runs.local_copy import RunPlace, cache_folder, local_copy, local_data
 from cowrec.trainer.runtime.processes import Process
 from numbered_data import flat, ids, write_numbered
 from process_groups import in_processes, process_group

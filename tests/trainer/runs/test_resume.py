@@ -23,8 +23,8 @@ from cowrec.trainer.config.run import load_config, save_config
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs import checkpoint
 from cowrec.trainer.runs.checkpoint import Checkpoints, checkpoint_name, find_checkpoint, list_checkpoints
+from cowrec.trainer.runs.local_copy import RunPlace
 from cowrec.trainer.runs.run_dir import require_unused
-from cowrec.trainer.runs.run_place import RunPlace
 from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.training import evaluation

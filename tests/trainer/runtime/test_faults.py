@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.runtime.stopping import LossWatch
+from cowrec.trainer.training.active_run import LossWatch
 from process_groups import in_processes, process_group
 from run_comparison import assert_same, lines, wait_for
 from trained_runs import data_folder, make_folder

@@ -10,9 +10,8 @@ from torch import nn
 from cowrec.data_pipeline import Batch
 from cowrec.models import LOSSES
 from cowrec.sparse_opt import Hyperparameters
-from cowrec.trainer.sharded_model.dense_adam import DenseAdam
-from cowrec.trainer.sharded_model.tables import _BLOCK_ROWS, _fill_shard
-from cowrec.trainer.sharded_model.task import MeanLoss, TrainTask
+from cowrec.trainer.sharded_model.build import _BLOCK_ROWS, _fill_shard
+from cowrec.trainer.sharded_model.step import DenseAdam, MeanLoss, TrainTask
 
 
 @pytest.mark.parametrize("epsilon", ["keras", "torch"])

@@ -10,8 +10,8 @@ import torch
 from cowrec.data_pipeline import RESERVED_ROWS, Reader
 from cowrec.trainer import evaluate, load_config
 from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.sharded_model.build import tables_of
 from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan
-from cowrec.trainer.sharded_model.tables import tables_of
 from cowrec.trainer.training.state import TrainState
 from refusal import refused
 from tiers import tiered

@@ -19,11 +19,9 @@ from cowrec.sparse_opt.tbe.inventory import ModelInventory
 from cowrec.trainer import RunConfig, load_config, train
 from cowrec.trainer.config.sections import ClipConfig, LrDecay, OptimizerConfig, ShardingConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process, process_group
-from cowrec.trainer.sharded_model.build import fused_params
+from cowrec.trainer.sharded_model.build import fused_params, gathered_table, sharding_plan, tables_of
 from cowrec.trainer.sharded_model.check_run import check_scaled_decay, check_sharding
-from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan, Scaled
-from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan
-from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
+from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan, Scaled, chosen_kinds
 from cowrec.trainer.training.state import TrainState
 from refusal import refused
 from trained_runs import data_folder, run

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cowrec.data_pipeline import SynthesizeConfig, synthesize
-from cowrec.trainer.sharded_model.sharding import sharding_line
+from cowrec.trainer.sharded_model.build import sharding_line
 from run_comparison import assert_close, assert_same_measures, up_to_date
 from shared_work import made_once
 from tiers import tiered

@@ -10,13 +10,13 @@ import torch
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
 from cowrec.trainer.config.run import load_config, with_defaults, with_values
 from cowrec.trainer.config.sections import OnNonfinite
-from cowrec.trainer.runs.run_place import RunPlace
+from cowrec.trainer.runs.local_copy import RunPlace
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.step_guard import LARGEST_GRADIENT, not_finite
 from cowrec.trainer.training.active_run import ActiveRun
-from cowrec.trainer.training.dataloading import training_readers
+from cowrec.trainer.training.trainer import training_readers
 from run_comparison import assert_same
 from trained_runs import make_folder, run, write_network
 from trainer_cases import TRAIN_ROWS, UNWEIGHTED

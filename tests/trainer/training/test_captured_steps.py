@@ -26,16 +26,16 @@ from cowrec.sparse_opt.optim.embedding_adam import GraphedSteps
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
-from cowrec.trainer.runs.run_place import RunPlace
+from cowrec.trainer.runs.local_copy import RunPlace
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan
-from cowrec.trainer.training.pipeline import (
+from cowrec.trainer.sharded_model.step import (
     WARMUP_STEPS,
     CapturedSteps,
     CaptureFailed,
     CudaGraphCapture,
     Output,
-    Step,
+    TakeStep,
     why_not_captured,
 )
 from cowrec.trainer.training.state import TrainState
@@ -78,11 +78,11 @@ class Graph(CudaGraphCapture):
         self.adam, self.dense = state.adam, state.dense_optimizer
         self.warm_ups = self.captures = self.replays = 0
 
-    def warm_up(self, step: Step) -> Output:
+    def warm_up(self, step: TakeStep) -> Output:
         self.warm_ups += 1
         return step()
 
-    def capture(self, step: Step) -> Step:
+    def capture(self, step: TakeStep) -> TakeStep:
         self.captures += 1
         frozen, outputs = self._host_numbers(), []
 
@@ -208,7 +208,7 @@ def process() -> Iterator[Process]:
 class Failing(Graph):
     """Stand-in whose captures fail."""
 
-    def capture(self, step: Step) -> Step:
+    def capture(self, step: TakeStep) -> TakeStep:
         self.captures += 1
         raise CaptureFailed("operation not permitted")
 

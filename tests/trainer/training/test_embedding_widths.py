@@ -12,8 +12,8 @@ from cowrec.models import physical_dim
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import dense_weights
 from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.sharded_model.build import gathered_table, tables_of
 from cowrec.trainer.sharded_model.run_plan import LrSchedule, RunPlan
-from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
 from cowrec.trainer.training.state import TrainState
 from trainer_cases import config_file, make_data
 

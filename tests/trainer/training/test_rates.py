@@ -15,7 +15,7 @@ from cowrec.data_pipeline import Batch, PrepareConfig, SampleCodec, infer_schema
 from cowrec.models.losses import LOSSES, Loss
 from cowrec.trainer import evaluate, load_config, predict, train
 from cowrec.trainer.online.loop import online
-from cowrec.trainer.sharded_model.task import MeanLoss
+from cowrec.trainer.sharded_model.step import MeanLoss
 from cowrec.trainer.sweep.baseline import baselines
 from online_cases import write_stream
 from raw_cases import prepare_text, read_split

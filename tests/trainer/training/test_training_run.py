@@ -21,7 +21,7 @@ from cowrec.trainer import evaluate, load_config, predict, train
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.runs.checkpoint import best_epoch
 from cowrec.trainer.runtime.errors import NonFiniteLoss
-from cowrec.trainer.training import dataloading, trainer
+from cowrec.trainer.training import trainer
 from refusal import refused
 from run_comparison import assert_same
 from trained_runs import data_folder, make_folder, metrics, predicted, report_of, run
@@ -209,7 +209,7 @@ def test_samples_of_every_epoch_are_read_once_if_they_fit(
     """The training samples, and those that are measured after each of two epochs."""
     found, original = list[str](), reader.load_shards
     monkeypatch.setattr(reader, "load_shards", lambda *each: found.append(each[2]) or original(*each))
-    monkeypatch.setattr(dataloading, "available_bytes", lambda device: free)
+    monkeypatch.setattr(trainer, "available_bytes", lambda device: free)
     run(folder, tmp_path / "run", f"data.resident={resident}")
     assert found == read
     assert_same(tmp_path / "run", folder / "run")
