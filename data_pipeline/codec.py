@@ -1,17 +1,9 @@
 """Codec of raw samples: encodes JSON or Arrow samples with the maps and vocabularies of a prepared data set.
 
-A sample has the raw columns of the data set's layout, by name:
-
-* numeric: a number, its text, or null; vector: a list of numbers, its text, or null; categorical: a string, an integer
-  or null; multi and sequence: a list of those, or its text joined by the layout's separator; weighted: a list of
-  {"id": ..., "weight": ...}, an object of weights by id, or its joined text. Null is missing.
-* the label, 0 or 1 or what else the layout says, the sample's weight if the layout has one, and the time under the
-  layout's name for it (default "time"), Unix seconds or ISO 8601 text: for training only, except that a field of ages
-  needs the time.
-* `sample_id`, a string or an integer that identifies repeated samples; optional.
-
-Other columns are ignored. An integer id, 5 or 5.0, equals its decimal text. Samples of synthetic data sets have one
-column per field and row numbers as ids. R samples, N dense fields, F sparse fields.
+A sample has the columns of the data set's layout, as `raw.kinds.KINDS` describes their values; null is missing. Label,
+weight and time (Unix seconds or ISO 8601 text, by default in the column "time") are for training only, except that ages
+need the time. The optional column `sample_id`, a string or an integer, identifies repeated samples. Other columns are
+ignored. Samples of synthetic data sets have a column for each field, and row numbers as ids. R samples.
 """
 
 import os
@@ -58,7 +50,7 @@ TIME_COLUMN, ID_COLUMN = "#time", "#sample_id"
 
 @dataclass(frozen=True)
 class BadSample:
-    """Malformed sample: its index among the given samples and the reason."""
+    """A malformed sample: its index among the given samples and the reason."""
 
     index: int
     reason: str
@@ -84,9 +76,8 @@ class Encoded:
     """Encoded samples, in their order.
 
     Attributes:
-        schema: schema of the encoded samples.
         table: the columns of a data set's files, `TIME_COLUMN` and `ID_COLUMN`.
-        timed: whether the samples' times are known.
+        timed: whether the times of samples are known.
         index: index of each table row among the given samples, int64 [R].
         bad: malformed samples, in order.
     """
@@ -110,20 +101,18 @@ class Encoded:
 
     @property
     def block(self) -> SampleBlock:
-        """The samples as tensors, with times if they are known."""
         return sample_block(self.table, self.schema, timed=self.timed)
 
     @property
     def batch(self) -> "Batch":
-        """All samples as one batch."""
         return self.block.batch(self.schema, self.table.num_rows)
 
     def without(self, wrong: np.ndarray, reason: str) -> "Encoded":
-        """Returns these samples except those marked `wrong`, bool [R], which become bad for the reason."""
+        """Returns the samples but those marked `wrong`, bool [R], which become bad for the reason."""
         if not wrong.any():
             return self
         bad = [*self.bad, *(BadSample(index, reason) for index in self.index[wrong].tolist())]
-        kept = tuple(sorted(bad, key=lambda each: each.index))
+        kept = tuple(sorted(bad, key=lambda sample: sample.index))
         return Encoded(self.schema, self.table.filter(pa.array(~wrong)), self.timed, self.index[~wrong], kept)
 
 
@@ -135,7 +124,7 @@ def sample_block(table: pa.Table, schema: Schema, *, timed: bool = True) -> Samp
 
 
 def _features(schema: Schema, *, weighted: bool) -> Schema:
-    """The schema without the columns that samples of a stream or request do not have, or have by other names."""
+    """Returns the schema without the columns that samples of a stream or request lack, or have by other names."""
     return replace(schema.of_batches(), timed=False, sample_weights=weighted, labels=(LABEL,))
 
 
@@ -146,7 +135,7 @@ class SampleCodec:
         schema: schema of encoded samples.
         columns: names of the required raw columns; a missing value is null.
         source_columns: raw column of each source of the encoded fields.
-        together: raw columns that a request must have in one place: of a sequence and one along it, of ages and time.
+        together: groups of raw columns that must be in one part of a request, such as ages and the time.
     """
 
     def __init__(self, schema: Schema, layout: Layout, encoder: Encoder) -> None:
@@ -162,13 +151,13 @@ class SampleCodec:
             kind = RawType.of(field, layout.decimal)
             self._fields.setdefault((field.column, kind), []).append(field.name)
             of_columns.setdefault(field.column, []).append(kind)
-        types = {column: RawType.of_all(each) for column, each in of_columns.items()}
+        types = {column: RawType.of_all(own) for column, own in of_columns.items()}
         times = dict.fromkeys(self._time.columns, RawType("id" if self._time.format else "time"))
         types = times | types if layout.ages else types
         self.columns, self._features = tuple(types), dict(types)
         # A number and an id of one value are the same in a request as in a column; a list and another kind are not.
-        mixed = [each for each in of_columns.values() if len(set(each)) > 1]
-        mixed_lists = any({each.kind for each in types} - {"number", "id"} for types in mixed)
+        mixed = [own for own in of_columns.values() if len(set(own)) > 1]
+        mixed_lists = any({kind.kind for kind in own} - {"number", "id"} for own in mixed)
         row_numbers = any(field.encoding == "synthetic" for field in schema.sparse)
         self._in_columns = mixed_lists or bool(layout.ages) or row_numbers or any(field.part for field in layout.fields)
         types.setdefault(SAMPLE_ID, RawType("id"))
@@ -183,15 +172,14 @@ class SampleCodec:
     def load(folder: str | os.PathLike[str]) -> "SampleCodec":
         """Loads the codec from the folder of a data set, a run or an export, with schema.json and vocabulary/.
 
-        Raises:
-            ValueError: the folder has no schema, or a vocabulary is missing or damaged.
+        Raises ValueError if the folder has no schema, or a vocabulary is missing or damaged.
         """
         schema = Schema.load(folder)
         if schema.name == "synthetic":
-            dense = tuple(replace(each, source=each.name) for each in schema.dense)
-            sparse = tuple(replace(each, source=each.name) for each in schema.sparse)
-            fields = [RawField(each.name, "numeric") for each in dense]
-            fields += [RawField(each.name, "categorical") for each in sparse]
+            dense = tuple(replace(field, source=field.name) for field in schema.dense)
+            sparse = tuple(replace(field, source=field.name) for field in schema.sparse)
+            fields = [RawField(field.name, "numeric") for field in dense]
+            fields += [RawField(field.name, "categorical") for field in sparse]
             layout = Layout("synthetic", ",", "", True, (), (RawLabel(),), tuple(fields))
             return SampleCodec(schema, layout, Encoder(dense, sparse, {}))
         if "layout" not in schema.settings:
@@ -199,7 +187,7 @@ class SampleCodec:
         return SampleCodec(schema, Layout.from_json(schema.settings["layout"]), Encoder.load(Path(folder), schema))
 
     def require_trainable(self) -> None:
-        """Raises ValueError if the data set is one for which a stream cannot be trained on."""
+        """Raises ValueError if a model of the data set cannot be trained on a stream."""
         schema = self.schema
         if len(schema.labels) > 1:
             raise UserError(f"training on a stream takes one label; the data set has {', '.join(schema.labels)}")
@@ -208,23 +196,19 @@ class SampleCodec:
             raise UserError(f"training on a stream takes all samples; prepare the data with {given}")
 
     def from_json(self, lines: Sequence[bytes], *, training: bool = True) -> RawSamples:
-        """Parses UTF-8 JSON objects, one each; a malformed one does not affect the others. `training`: see `encode`."""
+        """Parses lines of a JSON object each; a malformed line does not affect others. `training`: see `encode`."""
         table = uniform_table(lines, self._types_for(training)) if lines else None
         if table is not None:
             return RawSamples(table, np.arange(len(lines)))
         return self.from_objects(parsed_lines(lines), training=training)
 
     def from_objects(self, samples: Iterable[Any], *, training: bool = True) -> RawSamples:
-        """Converts samples given as dictionaries of JSON values; `training`: see `encode`."""
+        """Converts dictionaries of JSON values; `training`: see `encode`."""
         table, index, wrong = canonical_table(samples, self._types_for(training))
         return RawSamples(table, index, tuple(BadSample(*each) for each in wrong.items()))
 
     def from_table(self, table: pa.Table) -> RawSamples:
-        """Selects the known columns of an Arrow table, such as one of a Parquet file.
-
-        Raises:
-            ValueError: several columns have the name of a known one.
-        """
+        """Selects the known columns of an Arrow table. Raises ValueError if several have the name of a known one."""
         table = flattened(table)
         for name in self._types:
             if table.column_names.count(name) > 1:
@@ -237,9 +221,9 @@ class SampleCodec:
         return RawSamples(without_rows(table, found) if found else table, kept, bad)
 
     def with_absent_columns(self, samples: RawSamples) -> tuple[RawSamples, list[str]]:
-        """Adds the columns of features that no sample has, with nulls; returns their names, too.
+        """Adds the columns of features that no sample has, with nulls, and returns their names.
 
-        Samples that have a value in none of all these columns become bad ones.
+        Samples without a value in any column of features become bad.
         """
         table = samples.table
         absent = [name for name in self.columns if name not in table.column_names]
@@ -255,13 +239,8 @@ class SampleCodec:
     def encode(self, samples: RawSamples, *, training: bool = True) -> Encoded:
         """Encodes all good samples.
 
-        Args:
-            samples: samples as columns.
-            training: requires labels, weights, if the data set has these, and times; otherwise all are ignored, but the
-                times of ages, and labels are NaN.
-
-        Raises:
-            ValueError: no sample has some column, or a column has the wrong type.
+        `training` requires labels, times, and weights if the data set has weights. Otherwise labels are NaN, and times
+        are read for ages only. Raises ValueError if no sample has a required column, or a column has a wrong type.
         """
         require_columns(self.columns, samples.table.column_names)
         columns = SampleColumns(samples.table, null_items="wrong", decimal=self._layout.decimal)
@@ -291,16 +270,13 @@ class SampleCodec:
         table = table.filter(pa.array(good)) if columns.problems else table
         problems = columns.problems.items()
         bad = [BadSample(int(samples.index[row]), f"column {name}: {problem}") for row, (name, problem) in problems]
-        bad = sorted([*samples.bad, *bad], key=lambda each: each.index)
+        bad = sorted([*samples.bad, *bad], key=lambda sample: sample.index)
         return Encoded(self.schema, table, training, samples.index[good], tuple(bad))
 
     def encode_request(self, samples: Sequence[Mapping[str, Any]]) -> tuple[SampleBlock, tuple[BadSample, ...]]:
-        """Encodes samples for prediction; returns the good ones and the bad ones.
+        """Encodes samples for prediction, and returns the good ones and the bad ones.
 
-        Equals `encode(from_objects(samples, training=False), training=False)`, and is faster if all are good.
-
-        Raises:
-            ValueError: see `encode`.
+        Equals `encode(from_objects(samples, training=False), training=False)`, and is faster if all samples are good.
         """
         if not self._in_columns:
             # What is wrong is found in columns.

@@ -19,8 +19,8 @@ def available_cores() -> int:
 def ordered_map(work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
     """Yields `work(item)` in the order of the items, computed by a thread per core, at most 8.
 
-    For work that releases the interpreter lock (Arrow, NumPy, compiled loops). At most threads + 1 results exist at a
-    time. An exception is raised at its item's turn, after waiting for the work already started.
+    The work should release the interpreter lock, as Arrow, NumPy and compiled loops do. At most threads + 1 results
+    exist at a time. An exception is raised at the turn of its item, after the work that has started.
     """
     workers = min(available_cores(), 8)
     with ThreadPoolExecutor(workers, thread_name_prefix="cowrec-data") as pool:
@@ -43,7 +43,7 @@ def in_order(submit: Callable[[Item], Any], items: Iterable[Item], most: int) ->
 
 
 def prefetched(make: Callable[[], Generator[Item, None, None]], capacity: int = 2) -> Generator[Item, None, None]:
-    """Yields the items of `make()`, which a thread prepares up to `capacity` items, and the next one, ahead.
+    """Yields the items of `make()`, of which a thread prepares the next one and `capacity` more ahead.
 
     An exception in the thread is raised here after the preceding items. When this generator ends, is closed or is
     deleted, the thread has ended and the generator of `make()` is closed.

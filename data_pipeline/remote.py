@@ -32,9 +32,7 @@ _COLLAPSED = re.compile(rf"({'|'.join(SCHEMES)}):/")
 def is_remote(place: Place) -> bool:
     """Returns whether a place is a URI of a supported file system other than the local one.
 
-    Raises:
-        ValueError: the scheme is not supported, the URI has credentials, it became a path and lost a slash, or the
-            place is not UTF-8.
+    Raises ValueError if the scheme is not supported, the URI has credentials or lost a slash, or it is not UTF-8.
     """
     text = os.fspath(place)
     if text.encode(errors="replace").decode() != text:
@@ -70,7 +68,7 @@ def local_path(place: Place) -> Path:
 
 
 def require_local(place: Place, what: str, why: str) -> Path:
-    """Returns the path of a place that must be local. Raises ValueError with `what` the place is for, and `why`."""
+    """Returns the path of a place. Raises ValueError with `what` the place is for, and `why`, if it is not local."""
     if is_remote(place):
         raise UserError(f"{what} {os.fspath(place)} must be a local folder: {why}")
     return local_path(place)
@@ -79,8 +77,8 @@ def require_local(place: Place, what: str, why: str) -> Path:
 def open_filesystem(uri: str) -> tuple[pafs.FileSystem, str]:
     """Opens the file system of a URI; also returns the path within it. Raises ValueError if it cannot be opened.
 
-    Credentials, regions and endpoints come from the environment, as for other programs (AWS_ACCESS_KEY_ID,
-    AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...), or from the query of the URI (`?region=...`), see pyarrow.
+    Credentials, regions and endpoints come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
+    GOOGLE_APPLICATION_CREDENTIALS, ...), or from the query of the URI (`?region=...`), see pyarrow.
     """
     try:
         opened: tuple[Any, str] = pafs.FileSystem.from_uri(uri)
@@ -90,12 +88,9 @@ def open_filesystem(uri: str) -> tuple[pafs.FileSystem, str]:
 
 
 class RemoteFolder:
-    """A folder in an object store, whose files are copied to and from local folders. Names are relative to it.
+    """A folder in an object store, which need not exist, with files by their relative names.
 
-    An object appears completely or not at all. The folder of the URI need not exist.
-
-    Raises:
-        ValueError: see :func:`open_filesystem`.
+    An object appears completely or not at all. Methods raise OSError if the store does not answer.
     """
 
     def __init__(self, uri: str) -> None:
@@ -106,25 +101,23 @@ class RemoteFolder:
     def list(self, *, within: str = "") -> dict[str, pafs.FileInfo]:
         """Returns size and time of all files in the folder, or below `within`, by name.
 
-        Raises OSError if the store does not answer, or a name has a part ".." and would lead out of a copy.
+        Raises OSError if a name has a part "..", which would lead out of a copy.
         """
         selector = pafs.FileSelector(str(self._path / within), allow_not_found=True, recursive=True)
         with _named(self.uri):
             found = self._files.get_file_info(selector)
-        files = [each for each in found if each.type == pafs.FileType.File]
-        names = [PurePosixPath(each.path).relative_to(self._path) for each in files]
+        files = [info for info in found if info.type == pafs.FileType.File]
+        names = [PurePosixPath(info.path).relative_to(self._path) for info in files]
         if outside := next((name for name in names if ".." in name.parts), None):
             raise OSError(f'{self.uri} has an object "{outside}", which would be copied to another folder; remove it')
         return dict(zip(map(str, names), files, strict=True))
 
     def read(self, name: str) -> bytes:
-        """Reads a file. Raises FileNotFoundError, OSError."""
         with _named(f"{self.uri}/{name}"), self._files.open_input_stream(str(self._path / name)) as file:
             content: bytes = file.read()
             return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file. Raises OSError."""
         path = self._path / name
         with _named(f"{self.uri}/{name}"):
             self._files.create_dir(str(path.parent), recursive=True)
@@ -132,14 +125,14 @@ class RemoteFolder:
                 file.write(content)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Removes files, in order; those that do not exist are skipped. Raises OSError."""
+        """Removes files that exist, in order."""
         for name in names:
             with _named(f"{self.uri}/{name}"):
                 if self._files.get_file_info(str(self._path / name)).type != pafs.FileType.NotFound:
                     self._files.delete_file(str(self._path / name))
 
     def download(self, folder: Path, wanted: Callable[[str], bool] = lambda _: True) -> None:
-        """Copies the wanted files into a local folder, unless it has them, as by size and time. Raises OSError."""
+        """Copies the wanted files into a local folder, unless it has files of their size and time."""
         for name, found in self.list().items():
             target = folder / name
             if wanted(name) and not (target.is_file() and stamp(target) == (found.size, found.mtime_ns)):
@@ -148,10 +141,9 @@ class RemoteFolder:
                 self._copy(name, found, target, target.with_name(f"{target.name}.{os.getpid()}{PARTIAL}"))
 
     def fetch(self, name: str, folder: Path, expected: Sequence[int] | None = None) -> None:
-        """Copies a file that a local folder lacks, unless another process is copying it; then waits for that one.
+        """Copies a file, if there is one, that a local folder lacks, or waits until another process has copied it.
 
-        Does nothing if there is no such file. Raises OSError if the store does not answer, the disk is full, or the
-        file has another size, or time in nanoseconds, than `expected`.
+        Raises OSError if the disk is full, or the file has another size, or time in nanoseconds, than `expected`.
         """
         with _named(f"{self.uri}/{name}"):
             found = self._files.get_file_info(str(self._path / name))
@@ -180,7 +172,7 @@ class RemoteFolder:
         partial.replace(target)
 
     def upload(self, folder: Path, names: Sequence[str], *, within: str = "") -> None:
-        """Copies files of a local folder, in order, to this folder or below `within`. Raises OSError."""
+        """Copies files of a local folder, in order, to this folder or below `within`."""
         for name in names:
             path = self._path / within / name
             with _named(f"{self.uri}/{path.relative_to(self._path)}"):
@@ -196,7 +188,7 @@ class RemoteFolder:
 
 
 def stamp(file: Path) -> tuple[int, int]:
-    """Returns size and time of a file, which a copy has of its original."""
+    """Returns size and time of a file; a copy has those of the original."""
     status = file.stat()
     return status.st_size, status.st_mtime_ns
 
@@ -213,35 +205,34 @@ def _named(uri: str) -> Iterator[None]:
 
 
 _SOURCE = ".source"
-"""File in a copy with the URI that it is a copy of, and size and time of each shard when the copy was made."""
+"""File in a copy with the URI of the original, and size and time of each shard when the copy was made."""
 _SHARD = re.compile(r"(?!vocabulary/)[^/]+/\d+\.parquet")
 
 
 def copy_without_shards(uri: str, folder: Path) -> bool:
     """Copies what a data set has besides shards, and removes from the copy what has changed since it was fetched.
 
-    One process at a time. Returns whether there is such a data set. Raises OSError.
+    Must not run in two processes at a time. Returns whether there is a data set.
     """
     remote = RemoteFolder(uri)
     found = remote.list()
-    for each in folder.rglob("*"):
-        name = str(each.relative_to(folder))
-        if not each.is_file() or name == _SOURCE or name.endswith(PARTIAL):  # which another process may be fetching
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if not path.is_file() or name == _SOURCE or name.endswith(PARTIAL):  # which another process may be fetching
             continue
-        if name not in found or stamp(each) != (found[name].size, found[name].mtime_ns):
-            each.unlink()
+        if name not in found or stamp(path) != (found[name].size, found[name].mtime_ns):
+            path.unlink()
     remote.download(folder, lambda name: not _SHARD.fullmatch(name))
     if found:
-        shards = {name: [each.size, each.mtime_ns] for name, each in found.items() if _SHARD.fullmatch(name)}
+        shards = {name: [info.size, info.mtime_ns] for name, info in found.items() if _SHARD.fullmatch(name)}
         (folder / _SOURCE).write_text(json.dumps({"uri": uri, "shards": shards}), encoding="utf-8")
     return bool(found)
 
 
 def fetch_missing(folder: Path, name: str) -> None:
-    """Fetches a file that a copy of a data set lacks; does nothing if the folder is no copy, or the store lacks it too.
+    """Fetches a file that a copy of a data set lacks, unless the folder is no copy or the store lacks the file too.
 
-    Raises:
-        OSError: the object store does not answer, the file has changed there since, or the disk is full.
+    Raises OSError if the object store does not answer, the file has changed there since, or the disk is full.
     """
     if not (folder / name).exists() and (folder / _SOURCE).exists():
         source = json.loads((folder / _SOURCE).read_text(encoding="utf-8"))

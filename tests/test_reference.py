@@ -21,7 +21,8 @@ from cowrec.trainer.config.reference import attribute_texts, keys_of
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import TableIds
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE, SCHEMA_FILE = DOCS / "reference.md", DOCS / "schema_file.toml"
 HEAD = """# Reference: every key
 
 This page is made from the docstrings of the code.
@@ -36,6 +37,12 @@ A key without a default has no effect unless it is set. A whole number may be te
 ## Run files
 """
 
+
+SCHEMA_NOTES = """\
+An empty value is a missing value. With several labels, a missing label is unknown. A sample without its only label is a
+bad row, and so is one without a time. A time is Unix seconds (rounded down) or ISO 8601 text, such as
+"2014-10-21T07:00:00Z" or a date alone, in UTC unless it names a zone; or it is what its unit or format says.
+"""
 
 NAMES = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "any"}
 PROBES: dict[Any, tuple[Any, ...]] = {int: (-2, -1, 0, 1 << 64), float: (-1.0, 0.0, 1.0, 2.0, inf, nan), str: ("?",)}
@@ -119,13 +126,10 @@ def sections() -> dict[str, type]:
 
 
 def of_schema_files() -> Iterator[str]:
-    """The annotated example in the docstring of the loader, and the keys of fields and labels."""
-    doc = inspect.getdoc(layouts.load_schema_file) or ""
-    lines = doc.splitlines()
+    """The annotated example, and the keys of fields and labels."""
     yield "## Schema files\n\nAll keys, with examples of values:\n"
-    yield "```toml\n" + "\n".join(line[4:] for line in lines[2 : lines.index("", 3)]) + "\n```\n"
-    notes = doc.split("\n\n")[2]
-    yield textwrap.fill(" ".join(notes.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
+    yield f"```toml\n{SCHEMA_FILE.read_text(encoding='utf-8')}```\n"
+    yield SCHEMA_NOTES
     for title, kind, known in (
         ("Keys of a field, in `[[fields]]`", RawField, layouts._FIELD_TYPES),
         ("Keys of a label, in `label` and `labels`", RawLabel, layouts._LABEL_TYPES),
@@ -168,7 +172,7 @@ def test_every_key_is_described_and_every_description_has_its_key(section: str) 
 
 
 def test_the_example_of_schema_files_has_every_key() -> None:
-    text = inspect.getdoc(layouts.load_schema_file) or ""
+    text = SCHEMA_FILE.read_text(encoding="utf-8")
     for name in {*layouts._TYPES, *layouts._FIELD_TYPES, *layouts._LABEL_TYPES}:
         assert re.search(rf"\b{name}\b", text), name
 

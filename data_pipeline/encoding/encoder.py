@@ -1,6 +1,7 @@
 """The encoder: fitted transforms, vocabularies and hashes, applied to parsed columns or to the values of a few samples.
 
-R samples, N dense fields, S raw numeric fields."""
+R samples.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,7 @@ from .vocabulary import Vocabulary, raw_ids_of_hashed, with_missing
 
 
 def sparse_field(raw: RawField, encoding: Encoding) -> SparseField:
-    """Returns the sparse field of a raw one, before its table is sized; of a numeric one, that of its buckets."""
+    """Returns the sparse field of a raw one, or of the buckets of a raw number, before its table is sized."""
     bucketed = bool(raw.numbers)
     return SparseField(
         raw.name + BUCKET_SUFFIX if bucketed else raw.name,
@@ -59,23 +60,17 @@ def sparse_field(raw: RawField, encoding: Encoding) -> SparseField:
 
 
 def texts_of(field: SparseField, parsed: Parsed) -> pa.Array:
-    """Returns the ids of a field before they are encoded: strings [R], or lists of strings [R]."""
+    """Returns the unencoded ids of a field: strings [R], or lists of strings [R]."""
     return bucket_ids(parsed.numbers[field.source]) if field.bucketed else parsed.ids[field.source]
 
 
 def flat(field: SparseField, texts: pa.Array) -> pa.Array:
-    """Returns all ids of `texts_of`, one after the other."""
     return texts if field.kind == "categorical" else texts.flatten()
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Fitted transforms and vocabularies of every field.
-
-    Attributes:
-        dense, sparse: the fields as the schema describes them.
-        vocabularies: by name of the sparse field; only fields encoded by a vocabulary of their own have one.
-    """
+    """Fitted transforms and vocabularies; `vocabularies` are those of the sparse fields with one of their own."""
 
     dense: tuple[DenseField, ...]
     sparse: tuple[SparseField, ...]
@@ -121,7 +116,7 @@ class Encoder:
     def rows(self, field: SparseField, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
         """Returns rows, int32 [R], or raw ids, int64 [R], of strings as `string_buffers` gives them.
 
-        `hashes`, uint64 [R], are the strings' and may be changed.
+        `hashes`, uint64 [R], may be changed.
         """
         if field.encoding == "vocabulary":
             return self.vocabularies[field.vocabulary].rows_of_hashed(hashes, offsets, data)
@@ -131,24 +126,20 @@ class Encoder:
         return raw_ids_of_hashed(hashes, offsets)
 
     def encode_few(self, columns: Mapping[str, Sequence[Any]], count: int) -> SampleBlock:
-        """Encodes samples to predict, without the cost of Arrow's columns, which for one sample is six times as much.
+        """Encodes samples to predict as `encode` does, without the cost of Arrow's columns, six times that of a sample.
 
-        All numbers form one array, and all ids one array of strings, which are hashed together. The result is that of
-        `encode` for the same values; labels are NaN, times are unknown.
-
-        Args:
-            columns: canonical values of samples that are all good (`raw.kinds.RawType.canonical`), by raw field.
-            count: R.
+        All numbers form one array, and all ids one array of strings that are hashed together. Labels are NaN, and times
+        are unknown. `columns` are the canonical values by raw field (`RawType.canonical`) of `count` samples.
 
         Raises:
-            AttributeError, TypeError, ValueError, OverflowError: a value is not good; it is not told which one.
+            AttributeError, TypeError, ValueError, OverflowError: a value is wrong; the error does not tell which.
         """
         numbers = self._transforms.of_values(columns, count)
         of_source = dict(zip(self._transforms.numbers, numbers, strict=True))
         parts = [self._few_ids(field, columns, of_source) for field in self.sparse]
         offsets, data = string_buffers(pa.array([*chain.from_iterable([texts for texts, _, _ in parts])], pa.string()))
         hashes = bytes_hashes(offsets, data)
-        dtype = np.int64 if any(each.encoding == "raw" for each in self.sparse) else np.int32
+        dtype = np.int64 if any(field.encoding == "raw" for field in self.sparse) else np.int32
         singles, bags, start = [], {}, 0
         for field, (texts, lengths, weights) in zip(self.sparse, parts, strict=True):
             stop = start + len(texts)
@@ -169,23 +160,24 @@ class Encoder:
     def _few_ids(
         self, field: SparseField, columns: Mapping[str, Sequence[Any]], numbers: Mapping[str, np.ndarray]
     ) -> tuple[list[str], list[int] | None, torch.Tensor | None]:
-        """Returns all ids of a field, their number in each sample, None for one each, and their weights, if any."""
+        """Returns all ids of a field, their number in each sample, None if always 1, and their weights, if any."""
         values = columns[field.source]
         if field.bucketed:
             return bucket_ids(numbers[field.source]).to_pylist(), None, None
         if field.kind == "categorical":
             return [value or "" for value in values], None, None
         if field.kind == "weighted":
-            pairs = [value or [{"id": "", "weight": 1.0}] for value in values]
-            weights = torch.from_numpy(weights_of_pairs([pair["weight"] for each in pairs for pair in each]))
-            return [pair["id"] for each in pairs for pair in each], [len(each) for each in pairs], weights
+            lists = [value or [{"id": "", "weight": 1.0}] for value in values]
+            pairs = [*chain.from_iterable(lists)]
+            weights = torch.from_numpy(weights_of_pairs([pair["weight"] for pair in pairs]))
+            return [pair["id"] for pair in pairs], [*map(len, lists)], weights
         if field.kind == "sequence":
             main = field.along or field.source
-            others = [columns[each.source] for each in self.sparse if each.along == main]
+            others = [columns[other.source] for other in self.sparse if other.along == main]
             lists = last_values(values, columns[main], others, field.max_length)
         else:
             lists = [value or [""] for value in values]
-        return [each or "" for each in chain.from_iterable(lists)], [len(each) for each in lists], None
+        return [text or "" for text in chain.from_iterable(lists)], [*map(len, lists)], None
 
     def save(self, folder: Path) -> None:
         """Writes the vocabularies to `folder/vocabulary/`."""
@@ -197,15 +189,12 @@ class Encoder:
     def load(folder: Path, schema: Schema) -> "Encoder":
         """Loads the encoder of a data set. Raises ValueError if a vocabulary is missing or unlike the schema."""
         vocabularies = {}
-        for each in schema.sparse:
-            if each.encoding == "vocabulary" and not each.shares:
-                vocabulary = Vocabulary.load(vocabulary_file(folder, each.name))
-                if len(vocabulary) + RESERVED_ROWS != each.num_embeddings:
-                    raise UserError(
-                        f"{vocabulary_file(folder, each.name)} has {len(vocabulary)} ids, schema.json has "
-                        f"{each.num_embeddings - RESERVED_ROWS}; the files do not match"
-                    )
-                vocabularies[each.name] = vocabulary
+        for field in schema.sparse:
+            if field.encoding == "vocabulary" and not field.shares:
+                path, size = vocabulary_file(folder, field.name), field.num_embeddings - RESERVED_ROWS
+                vocabularies[field.name] = Vocabulary.load(path)
+                if (found := len(vocabularies[field.name])) != size:
+                    raise UserError(f"{path} has {found} ids, schema.json has {size}; the files do not match")
         return Encoder(schema.dense, schema.sparse, vocabularies)
 
 

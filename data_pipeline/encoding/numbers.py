@@ -1,6 +1,7 @@
 """Numbers: counts of a column's values, and the transforms that are fitted on them.
 
-R numbers, U distinct ones, S raw fields, N dense fields."""
+R numbers, U distinct ones, S raw fields, N dense fields.
+"""
 
 from bisect import bisect_left as bisect
 from collections import Counter
@@ -20,16 +21,10 @@ _SIGN = np.uint64(1 << 63)
 
 
 class ValueCounts:
-    """Counts distinct finite numbers; merging is exact and does not depend on the order.
+    """Counts distinct finite numbers by their float64 bits; merging is exact and does not depend on the order.
 
-    Numbers are counted by their float64 bits. Where more than `most` differ, their lowest bits are ignored, as few as
-    leave at most so many: numbers of nearly the same value are then counted together. Can be pickled.
-
-    Args:
-        most: largest U.
-
-    Attributes:
-        counts: occurrences of each of `values`, int64 [U].
+    If more than `most` numbers differ, as few of the lowest bits are ignored as leave at most so many, and nearly equal
+    numbers are counted together. `counts` are the occurrences of each of `values`, int64 [U]. Can be pickled.
     """
 
     def __init__(self, most: int = MOST_VALUES) -> None:
@@ -37,26 +32,24 @@ class ValueCounts:
         self._keys, self.counts = np.zeros(0, np.uint64), np.zeros(0, np.int64)
 
     def add(self, values: np.ndarray) -> None:
-        """Counts numbers, float64 [R], all finite."""
+        """Counts finite numbers, float64 [R]."""
         # Bits in the order of the numbers: those of negative ones are reversed. -0.0 + 0.0 is 0.0.
         bits = (values.astype(np.float64) + 0.0).view(np.uint64)
         keys = np.where(bits & _SIGN, ~bits, bits | _SIGN) >> np.uint64(self._shift)
         self._add(*np.unique(keys, return_counts=True))
 
     def merge(self, other: "ValueCounts") -> None:
-        """Adds the counts of another part of the column."""
         shift = max(self._shift, other._shift)
         self._coarsen(shift)
         self._add(other._keys >> np.uint64(shift - other._shift), other.counts)
 
     @property
     def total(self) -> int:
-        """R."""
         return int(self.counts.sum())
 
     @property
     def values(self) -> np.ndarray:
-        """The distinct numbers in order: float64 [U]; where they are rounded, the least of those counted together."""
+        """The distinct numbers in order, float64 [U]; of numbers that are counted together, the least possible one."""
         keys = self._keys << np.uint64(self._shift)
         return np.where(keys & _SIGN, keys & ~_SIGN, ~keys).view(np.float64)
 
@@ -97,8 +90,8 @@ class NumberStatistics:
 
     Attributes:
         minimum, maximum: range, with missing values taken as 0.
-        counts: of the numbers that are not missing; None where the transform takes the range alone.
-        missing: how many are missing.
+        counts: the numbers that are not missing; None if the transform needs the range alone.
+        missing: number of missing values.
     """
 
     minimum: float = np.inf
@@ -118,7 +111,6 @@ class NumberStatistics:
                 self.counts.add(values[~is_missing])
 
     def merge(self, other: "NumberStatistics") -> None:
-        """Adds those of another part of the column."""
         self.missing += other.missing
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
@@ -131,7 +123,7 @@ OFTEN_MISSING = 0.01
 
 
 def fitted(raw: RawField, transform: DenseTransform, statistics: Mapping[str, NumberStatistics]) -> list[DenseField]:
-    """Returns the dense fields of a raw one's numbers; `statistics` are those of each number, by its name."""
+    """Returns the dense fields of the numbers of a raw field; `statistics` are by name of the number."""
     found = [field for number in raw.numbers for field in _fitted(number, transform, statistics[number])]
     if raw.kind != "vector":
         return found
@@ -139,10 +131,7 @@ def fitted(raw: RawField, transform: DenseTransform, statistics: Mapping[str, Nu
 
 
 def _fitted(name: str, transform: DenseTransform, statistics: NumberStatistics) -> list[DenseField]:
-    """Returns the field with its transform; "buckets" scales numbers like "minmax" and adds ids in another field.
-
-    Under "quantile", a field of which numbers are often missing has another one that tells where.
-    """
+    """Returns the field with its transform, and under "quantile", if values are often missing, one that tells where."""
     knots, levels = normal_scores(statistics.counts) if statistics.counts is not None else ([], [])
     kept = "minmax" if transform == "buckets" else transform
     number = DenseField(name, kept, statistics.minimum, statistics.maximum, name, tuple(knots), tuple(levels))
@@ -155,8 +144,8 @@ def _fitted(name: str, transform: DenseTransform, statistics: NumberStatistics) 
 def normal_scores(counts: ValueCounts) -> tuple[list[float], list[float]]:
     """Returns up to `MOST_KNOTS` numbers of a column, in order, and the normal quantile of the mid-rank of each.
 
-    The mid-rank of x is the share of numbers below x and half of those equal to it, so the score of every number has
-    the standard normal distribution, up to ties, whatever the distribution of the column (van der Waerden scores).
+    The mid-rank of x is the share of numbers below x and half of those equal to x. The scores have the standard normal
+    distribution, up to ties, whatever the distribution of the column. Source: van der Waerden scores.
     """
     if not counts.total:
         return [], []
@@ -170,47 +159,43 @@ def normal_scores(counts: ValueCounts) -> tuple[list[float], list[float]]:
 
 
 class Transforms:
-    """The transforms of all dense fields, applied together: a single sample costs hardly more than a single field.
+    """The transforms of all dense fields, applied together, so that a sample costs hardly more than a field.
 
-    Samples that a transform was not fitted on may leave [0, 1] under "minmax"; below the fitted minimum the logarithm
-    is 0, and outside the fitted range the normal score is that of its end. No result is beyond `bound`.
-
-    Attributes:
-        numbers: names of the numbers, those of vectors last, in the order of the rows that `apply` takes.
+    Outside of the fitted range "minmax" leaves [0, 1], the normal score is that of the end of the range, and the
+    logarithm is 0 below it. No result is beyond `bound`. `numbers` are the names of the rows that `apply` takes.
     """
 
     def __init__(self, fields: Sequence[DenseField]) -> None:
         self._fields = fields
-        self._single = list(dict.fromkeys(each.source for each in fields if each.element is None))
-        of_vectors = [each for each in fields if each.element is not None]
-        self._widths = Counter(each.source for each in of_vectors)
-        self.numbers = [*self._single, *(each.name for each in of_vectors)]
+        self._single = list(dict.fromkeys(dense.source for dense in fields if dense.element is None))
+        of_vectors = [dense for dense in fields if dense.element is not None]
+        self._widths = Counter(dense.source for dense in of_vectors)
+        self.numbers = [*self._single, *(dense.name for dense in of_vectors)]
         places = {name: place for place, name in enumerate(self.numbers)}
-        names = [each.source if each.element is None else each.name for each in fields]
+        names = [dense.source if dense.element is None else dense.name for dense in fields]
         self._source = np.array([places[name] for name in names], np.int64)
-        self._low = np.array([[each.minimum] for each in fields]).reshape(-1, 1)
-        self._width = np.array([[each.maximum - each.minimum] for each in fields]).reshape(-1, 1)
-        self._bound = np.array([[bound(each)] for each in fields]).reshape(-1, 1)
+        self._low = np.array([dense.minimum for dense in fields]).reshape(-1, 1)
+        self._width = np.array([dense.maximum - dense.minimum for dense in fields]).reshape(-1, 1)
+        self._bound = np.array([bound(dense) for dense in fields]).reshape(-1, 1)
         self._of_kind: dict[str, list[int]] = {}
-        for index, each in enumerate(fields):
-            self._of_kind.setdefault(each.transform, []).append(index)
+        for index, dense in enumerate(fields):
+            self._of_kind.setdefault(dense.transform, []).append(index)
 
     def of_columns(self, columns: Mapping[str, np.ndarray], count: int) -> np.ndarray:
-        """Returns raw numbers, float64 [S, R], from those of `count` samples by name, as `Parsed` has them."""
+        """Returns raw numbers, float64 [S, R], from those of `count` samples, as `Parsed.numbers` has them."""
         return np.array([columns[name] for name in self.numbers], np.float64).reshape(len(self.numbers), count)
 
     def of_values(self, columns: Mapping[str, Sequence[Any]], count: int) -> np.ndarray:
         """Returns raw numbers, float64 [S, R], from canonical values of `count` samples by raw field.
 
-        Raises:
-            TypeError, ValueError, OverflowError: a value is not good.
+        Raises TypeError, ValueError or OverflowError if a value is wrong.
         """
         raw = [columns[name] for name in self._single]
         numbers = np.array(raw, np.float64).reshape(len(raw), count)  # None became NaN
-        missing = sum(each.count(None) for each in raw)
+        missing = sum(values.count(None) for values in raw)
         for name, width in self._widths.items():
-            vectors = [[np.nan] * width if each is None else each for each in columns[name]]
-            missing += width * sum(each is None for each in columns[name])
+            vectors = [[np.nan] * width if vector is None else vector for vector in columns[name]]
+            missing += width * sum(vector is None for vector in columns[name])
             numbers = np.concatenate([numbers, np.array(vectors, np.float64).reshape(count, width).T])
         if np.isfinite(numbers).sum() + missing < numbers.size:
             raise ValueError("a number is not finite")
@@ -236,9 +221,9 @@ class Transforms:
 
 
 def bound(field: DenseField) -> float:
-    """Returns the largest magnitude of a field's encoded numbers, so that one number cannot end or cripple training.
+    """Returns the largest magnitude of encoded numbers, a float32 number, so that one number cannot end training.
 
-    Under "none" the bound is ten times that of the numbers fitted on, within limits. All bounds are float32 numbers.
+    Under "none" the bound is ten times the largest magnitude that the transform was fitted on, within limits.
     """
     if field.transform != "none":
         return BOUND
@@ -247,13 +232,13 @@ def bound(field: DenseField) -> float:
 
 
 def count_bounded(fields: Iterable[DenseField], encoded: pa.Table) -> Counter[str]:
-    """Returns how many numbers of each field are at its `bound`, without the fields that have none."""
+    """Returns how many numbers of each field are at its `bound`, without zeros."""
     columns = ((field, encoded[field.name].to_numpy()) for field in fields)
     return +Counter({field.name: int((np.abs(values) >= bound(field)).sum()) for field, values in columns})
 
 
 def _scores(field: DenseField, values: np.ndarray) -> np.ndarray:
-    """Interpolates a field's normal scores: float64 [R] from raw numbers, 0 where missing."""
+    """Interpolates normal scores: float64 [R] from raw numbers, 0 where missing."""
     if not field.knots:
         return np.zeros(len(values))
     return np.where(np.isnan(values), 0.0, np.interp(values, field.knots, field.levels))
@@ -262,8 +247,8 @@ def _scores(field: DenseField, values: np.ndarray) -> np.ndarray:
 def bucket_ids(values: np.ndarray) -> pa.Array:
     """Returns the bucket of each number as a string [R], from float64 [R]; empty where missing.
 
-    The bucket is floor(log(x)^2) above 2, and "=x" (x rounded down) otherwise. The two kinds are different ids, as in
-    the winning solution of Criteo's Kaggle challenge (libffm's "3 idiots": `int(log(x)^2)` and `"SP" + x`).
+    The bucket is floor(log(x)^2) above 2, and "=x" (x rounded down) otherwise. Source: the winning solution of Criteo's
+    Kaggle challenge (libffm's "3 idiots"), `int(log(x)^2)` and `"SP" + x`.
     """
     rounded = np.floor(np.nan_to_num(values, nan=0.0)) + 0.0  # -0.0 is 0
     large = rounded > 2

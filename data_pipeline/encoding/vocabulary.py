@@ -1,6 +1,7 @@
 """Vocabularies: the ids of a field that have their own embedding row, and compiled tables of strings.
 
-R ids, U distinct ones."""
+R ids, U distinct ones.
+"""
 
 from pathlib import Path
 
@@ -34,9 +35,9 @@ class VocabularyCounter:
         self._counts[indices] += counted[COUNT].to_numpy()
 
     def finish(self, min_count: int, max_ids: int = 0) -> "Vocabulary":
-        """Builds the vocabulary of ids seen at least `min_count` times, by decreasing count, then by their bytes.
+        """Returns the vocabulary of ids seen at least `min_count` times, by decreasing count, then by their bytes.
 
-        Keeps the first `max_ids` of them if that is above 0. Releases the counts: other fields need the memory.
+        It has the first `max_ids`, if that is above 0. The counts are released, since other fields need the memory.
         """
         values, counts = self._table.strings(), self._counts[: len(self._table)]
         self._table, self._counts = StringTable(), np.zeros(0, np.int64)
@@ -62,12 +63,8 @@ TRUE, FALSE = ("true", "True", "TRUE", "1", "1.0", "t"), ("false", "False", "FAL
 class Vocabulary:
     """The ids of a field that have their own embedding row: the id at index i has row 2 + i.
 
-    If the ids are the two truth values, all texts of `TRUE` and `FALSE` are the same ids: a sample of JSON or Parquet
-    has `true` where pandas wrote `True` to CSV.
-
-    Args:
-        values: distinct strings without nulls, [U].
-        counts: occurrences of each, int64 [U].
+    If the ids are the two truth values, all texts of `TRUE` are one id, and so are those of `FALSE`: JSON and Parquet
+    have `true` where pandas wrote `True` to CSV. `values` are distinct strings [U], `counts` their occurrences, int64.
     """
 
     def __init__(self, values: pa.Array, counts: np.ndarray) -> None:
@@ -96,7 +93,7 @@ class Vocabulary:
         return self.rows_of_hashed(string_hashes(text), *string_buffers(text))
 
     def rows_of_hashed(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
-        """Does the same as `rows`, for strings as `string_buffers` gives them, with known hashes [R]."""
+        """Looks up strings as `string_buffers` gives them, with their hashes, as `rows` does."""
         indices = self._table.find(hashes, offsets, data)
         if self._truths:
             texts, index_of_text = self._truths  # its last entry is that of all other texts
@@ -148,10 +145,7 @@ MIN_SLOTS = 8
 
 
 class StringTable:
-    """Numbers distinct strings in the order of their insertion.
-
-    Lookup takes constant time; memory is about 40 bytes plus its length for each string. Can be pickled.
-    """
+    """Numbers distinct strings in the order of insertion, in about 40 bytes plus the string. Can be pickled."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -173,19 +167,16 @@ class StringTable:
         return indices
 
     def find(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
-        """Looks up the indices of strings, as `string_buffers` gives them with their hashes, uint64 [R].
-
-        Returns int64 [R], -1 where a string is absent.
-        """
+        """Looks up strings as `string_buffers` gives them, with their hashes, uint64 [R]: int64 [R], -1 if absent."""
         return _find(hashes, offsets, data, self._slots, self._starts, self._data, self._size, False)[0]
 
     def strings(self) -> pa.Array:
-        """Returns all strings in order, large_string [U], without a copy: valid until the next `insert`."""
+        """Returns all strings in order, large_string [U], without a copy, valid until the next `insert`."""
         buffers = [None, pa.py_buffer(self._starts[: self._size + 1]), pa.py_buffer(self._data)]
         return pa.Array.from_buffers(pa.large_string(), self._size, buffers)
 
     def _reserve(self, strings: int, size: int) -> None:
-        """Makes room for `strings` more strings of `size` bytes in total, with at least two slots per string."""
+        """Makes room for `strings` more strings of `size` bytes in all, with at least two slots for each string."""
         most, used = self._size + strings, int(self._starts[self._size])
         self._starts = _grown(self._starts, self._size + 1, most + 1)
         self._data = _grown(self._data, used, used + size)
@@ -205,7 +196,7 @@ def _grown(array: np.ndarray, used: int, needed: int) -> np.ndarray:
 
 @numba.njit(nogil=True, cache=True)
 def _fill(hashes: np.ndarray, slots: np.ndarray) -> None:
-    """Enters the strings 0, 1, ... with these hashes, each into the first free slot from its hash's lower bits on."""
+    """Enters the strings 0, 1, ... into the first free slots from the lower bits of their hashes on."""
     mask = np.uint64(len(slots) - 1)
     for index in range(len(hashes)):
         slot = hashes[index] & mask
@@ -225,7 +216,7 @@ def _find(
     size: int,
     insert: bool,
 ) -> tuple[np.ndarray, int]:
-    """Finds, and with `insert` adds, strings; compares their bytes, so equal hashes never merge two strings."""
+    """Finds, and with `insert` adds, strings; compares bytes, so that equal hashes never merge two strings."""
     mask = np.uint64(len(slots) - 1)
     indices = np.full(len(hashes), -1, np.int64)
     for i in range(len(hashes)):

@@ -1,4 +1,4 @@
-"""What is suspicious about the values of samples: it is counted in each block, and told when a pass ends."""
+"""What is suspicious about the values of samples: counted in each block, reported when a pass ends."""
 
 import json
 import logging
@@ -61,24 +61,24 @@ MESSAGES = {
 
 
 def doubts_of(encoder: Encoder, parsed: Parsed, encoded: pa.Table, layout: Layout) -> Doubts:
-    """Counts what is suspicious about the samples of a block; `encoded` are the columns that the encoder made."""
+    """Counts what is suspicious about the samples of a block; `encoded` has the columns that the encoder made."""
     found = parsed.doubts + _pointed(encoder, parsed)
     found += {(name, BOUNDED): count for name, count in count_bounded(encoder.dense, encoded).items()}
     if layout.for_prediction:
         found += _unseen(encoder, encoded)
-        unknown = {each.column: np.isnan(parsed.labels[each.name]) for each in layout.found_labels}
-        found += Counter({(name, UNLABELLED): int(each.sum()) for name, each in unknown.items()})
+        for label in layout.found_labels:
+            found[label.column, UNLABELLED] += int(np.isnan(parsed.labels[label.name]).sum())
     return found
 
 
 def _pointed(encoder: Encoder, parsed: Parsed) -> Doubts:
     found: Doubts = Counter()
-    for each in (each for each in encoder.sparse if not each.bucketed):
-        text = flat(each, texts_of(each, parsed))
+    for field in (field for field in encoder.sparse if not field.bucketed):
+        text = flat(field, texts_of(field, parsed))
         suspects = text.filter(pc.ends_with(text, ".0"))
         if len(suspects):
-            found[each.name, POINTED] = _matching(suspects, r"^-?[0-9]+\.0$")
-            found[each.name, DECIMALS] = _matching(text, r"^-?[0-9]+\.[0-9]*[1-9]$")
+            found[field.name, POINTED] = _matching(suspects, r"^-?[0-9]+\.0$")
+            found[field.name, DECIMALS] = _matching(text, r"^-?[0-9]+\.[0-9]*[1-9]$")
     return +found
 
 
@@ -87,10 +87,12 @@ def _matching(text: pa.Array, pattern: str) -> int:
 
 
 def _unseen(encoder: Encoder, encoded: pa.Table) -> Doubts:
-    """Counts the `UNSEEN` of each field with a vocabulary."""
-    rows = {name: encoded[name].combine_chunks() for name in encoder.vocabularies}
-    flat = {name: each.flatten() if pa.types.is_list(each.type) else each for name, each in rows.items()}
-    return +Counter({(name, UNSEEN): int((each.to_numpy() == OUT_OF_VOCABULARY).sum()) for name, each in flat.items()})
+    found: Doubts = Counter()
+    for name in encoder.vocabularies:
+        rows = encoded[name].combine_chunks()
+        flat_rows = rows.flatten() if pa.types.is_list(rows.type) else rows
+        found[name, UNSEEN] = int((flat_rows.to_numpy() == OUT_OF_VOCABULARY).sum())
+    return +found
 
 
 def report(doubts: Doubts, layout: Layout) -> None:
@@ -104,7 +106,7 @@ def report(doubts: Doubts, layout: Layout) -> None:
 
 
 def _report_negatives(counts: Mapping[tuple[str, str], int]) -> None:
-    """Warns of several texts of a label, and not only numbers, such as those of a scale, that count as negative."""
+    """Warns of several texts of a label that count as negative, unless all are numbers, as those of a scale are."""
     for name in dict.fromkeys(column for column, _ in counts):
         texts = {doubt.removeprefix(NEGATIVE): count for (column, doubt), count in counts.items() if column == name}
         if len(texts) > max(1, len(marker_numbers([*texts]))):
@@ -142,9 +144,9 @@ def report_blanks(vocabularies: Mapping[str, Vocabulary]) -> None:
 
 
 def report_order(shards: Sequence[Split], labels: Sequence[RawLabel]) -> None:
-    """Warns of training samples that are sorted by their only label: windows are not mixed with each other.
+    """Warns of training samples that are sorted by their only label, since windows are not mixed with each other.
 
-    The shares of positives differ by more than half of what they do between shards of one class, as no drift does.
+    The variance of the shares of positives is above a quarter of that of shards of one class, which no drift reaches.
     """
     rows, weights = np.array([shard.rows for shard in shards]), np.array([shard.total for shard in shards])
     if len(labels) > 1 or rows.sum() <= WINDOW_ROWS or not weights.sum():

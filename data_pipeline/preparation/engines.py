@@ -1,7 +1,8 @@
 """Engines that process partitions of raw files: threads of this process, or a Dask cluster.
 
 Both run the same functions on the same partitions and yield results in the same order, so the data set does not depend
-on the engine."""
+on the engine.
+"""
 
 import pickle
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -35,16 +36,15 @@ class LocalEngine:
         return [work(source, report) for source in sources]
 
     def map(self, work: Work[Shared, Result], shared: Shared, partitions: Sequence[Partition]) -> Results[Result]:
-        """Yields `work(shared, number, blocks)` of each partition, in order, with a bounded number of results."""
+        """Yields `work(shared, number, blocks)` of each partition, in order; few results exist at a time."""
         return ordered_map(lambda item: work(shared, item[0].number, item[1]), load_blocks(partitions))
 
 
-def load_blocks(partitions: Iterable[Partition]) -> Results[tuple[Partition, list[Block]]]:
+def load_blocks(partitions: Sequence[Partition]) -> Results[tuple[Partition, list[Block]]]:
     """Yields partitions with their blocks. Raises ValueError if a file is missing or changed since the survey."""
-    partitions = list(partitions)
-    with closing(blocks(segment for each in partitions for segment in each.segments)) as found:
-        for each in partitions:
-            yield each, list(islice(found, len(each.segments)))
+    with closing(blocks(segment for partition in partitions for segment in partition.segments)) as found:
+        for partition in partitions:
+            yield partition, list(islice(found, len(partition.segments)))
 
 
 PLAN_FILE = "plan.pickle"
@@ -52,12 +52,10 @@ PLAN_FILE = "plan.pickle"
 
 @contextmanager
 def dask_engine(scheduler: str, folder: Path) -> Generator["DaskEngine", None, None]:
-    """Connects to the cluster whose scheduler has this address, such as tcp://host:8786.
+    """Connects to the cluster of a scheduler, such as tcp://host:8786; all workers must be able to access `folder`.
 
-    The data shared by all tasks is stored in `folder` meanwhile, which all workers must be able to access.
-
-    Raises:
-        ValueError: Dask is not installed, or the cluster has no worker. OSError: the scheduler does not answer.
+    Raises ValueError if Dask is not installed or the cluster has no worker, and OSError if the scheduler does not
+    answer.
     """
     try:
         from distributed import Client
@@ -70,9 +68,9 @@ def dask_engine(scheduler: str, folder: Path) -> Generator["DaskEngine", None, N
 
 
 class DaskEngine:
-    """Submits each file or partition as a task.
+    """Submits each file or partition as a task; partitions that begin in one compressed file are one task.
 
-    All partitions that begin in the same compressed file are one task, because such a file is read from its beginning.
+    Such a file is read from its beginning.
     """
 
     def __init__(self, client: "Client", folder: Path) -> None:
@@ -114,17 +112,16 @@ def _survey(work: Survey, _: None, source: Source) -> RawFile:
 
 
 def _process(work: Work[Shared, Result], shared: Shared, partitions: Sequence[Partition]) -> list[Result]:
-    return [work(shared, each.number, blocks) for each, blocks in load_blocks(partitions)]
+    return [work(shared, partition.number, blocks) for partition, blocks in load_blocks(partitions)]
 
 
 def _tasks(partitions: Sequence[Partition]) -> list[list[Partition]]:
-    """Groups partitions by task: those that begin in the same compressed file together, others one by one."""
     tasks: list[list[Partition]] = []
-    for each in partitions:
-        first = each.segments[0]
+    for partition in partitions:
+        first = partition.segments[0]
         if first.direct or not tasks or tasks[-1][0].segments[0].source != first.source:
             tasks.append([])
-        tasks[-1].append(each)
+        tasks[-1].append(partition)
     return tasks
 
 

@@ -1,6 +1,7 @@
 """The pass of `prepare` that fits transforms and vocabularies on the training samples.
 
-Each partition is measured by itself; the statistics are merged in order."""
+Each partition is measured by itself; the statistics are merged in order.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from .splits import TRAIN, SplitRule, TimeOrder
 
 @dataclass(frozen=True)
 class FitPlan:
-    """Settings of the pass, shared by all partitions."""
+    """Settings of the pass."""
 
     layout: Layout
     config: PrepareConfig
@@ -37,7 +38,7 @@ class FitPlan:
 
 @dataclass
 class PartitionStatistics:
-    """Statistics of a partition: training samples, also by label and class, their weight, bad rows; of each field."""
+    """Statistics of a partition: training samples, also by label and class, their weight, bad rows, and fields."""
 
     train_samples: int = 0
     classes: Counter[tuple[str, float]] = field(default_factory=Counter)
@@ -53,13 +54,12 @@ def fit(
 ) -> Encoder:
     """Fits dense transforms and vocabularies on all partitions.
 
-    Raises:
-        ValueError: a bad row that may not be skipped, or no training sample.
+    Raises ValueError at a bad row that may not be skipped, or if a model cannot learn from the training samples.
     """
     layout, config = plan.layout, plan.config
     sparse = sparse_fields(layout, config)
     numbers = _statistics(layout, config)
-    counters = {each.vocabulary: VocabularyCounter() for each in sparse if each.encoding == "vocabulary"}
+    counters = {name: VocabularyCounter() for name in _counted(sparse)}
     total = PartitionStatistics()
     with closing(engine.map(measure, plan, partitions)) as results:
         for partition, found in zip(partitions, results, strict=True):
@@ -77,26 +77,22 @@ def fit(
     total.order.report_dates()
     if plan.split.kind == "order":
         total.order.report()
-    dense = tuple(field for each in layout.fields for field in fitted(each, _transform(each, config), numbers))
-    by_name = {each.name: each for each in layout.fields}
+    dense = tuple(number for raw in layout.fields for number in fitted(raw, _transform(raw, config), numbers))
+    by_name = {raw.name: raw for raw in layout.fields}
+    sources = {ids.name: by_name[ids.source] for ids in sparse}
 
-    def finished(each: SparseField) -> Vocabulary:
-        raw = by_name[each.source]
-        return counters[each.name].finish(raw.min_count or config.min_count, raw.max_ids or config.max_ids)
+    def finished(name: str) -> Vocabulary:
+        raw = sources[name]
+        return counters[name].finish(raw.min_count or config.min_count, raw.max_ids or config.max_ids)
 
-    counted_fields = [each for each in sparse if each.name in counters]
-    vocabularies = {
-        each.name: vocabulary
-        for each, vocabulary in zip(counted_fields, ordered_map(finished, counted_fields), strict=True)
-    }
+    vocabularies = dict(zip(counters, ordered_map(finished, counters), strict=True))
     if layout.name == "tabular":
         report_markers(vocabularies)
         report_blanks(vocabularies)
-    return Encoder(dense, tuple(_sized(each, vocabularies, config) for each in sparse), vocabularies)
+    return Encoder(dense, tuple(_sized(ids, vocabularies, config) for ids in sparse), vocabularies)
 
 
 def _check_training(total: PartitionStatistics, layout: Layout, ledger: BadRowLedger) -> None:
-    """Raises ValueError if a model cannot learn from the training samples."""
     bad = f"; {ledger.by_path.total():,} bad rows were left out" if ledger.by_path else ""
     if not total.train_samples:
         raise UserError(
@@ -118,8 +114,8 @@ def _check_training(total: PartitionStatistics, layout: Layout, ledger: BadRowLe
 def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionStatistics:
     """Computes the statistics of one partition."""
     found = PartitionStatistics(numbers=_statistics(plan.layout, plan.config))
-    counting = [each for each in sparse_fields(plan.layout, plan.config) if each.encoding == "vocabulary"]
-    texts: dict[str, list[pa.Array]] = {each.vocabulary: [] for each in counting}
+    sparse = sparse_fields(plan.layout, plan.config)
+    texts: dict[str, list[pa.Array]] = {name: [] for name in _counted(sparse)}
     numbers: dict[str, list[np.ndarray]] = {name: [np.zeros(0)] for name in found.numbers}
     for block in blocks:
         parsed = parse(block, plan.layout)
@@ -137,22 +133,27 @@ def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionSta
         fitted_on = train if plan.config.fit_on == "train" else np.ones_like(train)
         for name, values in parsed.numbers.items():
             numbers[name].append(values[fitted_on])
-        for each in counting:
-            texts[each.vocabulary].append(flat(each, texts_of(each, parsed).filter(pa.array(train))))
+        for ids in sparse if texts else ():
+            texts[ids.vocabulary].append(flat(ids, texts_of(ids, parsed).filter(pa.array(train))))
     for name, parts in numbers.items():
         found.numbers[name].add(np.concatenate(parts))
     found.counted = {name: counted_values(pa.chunked_array(text)) for name, text in texts.items()}
     return found
 
 
+def _counted(sparse: Sequence[SparseField]) -> list[str]:
+    """Returns the names of the vocabularies of fields, in order."""
+    return list(dict.fromkeys(ids.vocabulary for ids in sparse if ids.encoding == "vocabulary"))
+
+
 def sparse_fields(layout: Layout, config: PrepareConfig) -> list[SparseField]:
     """Returns the sparse fields of a layout in order, before their tables are sized; buckets of numbers come first."""
     encoding: Encoding = "hash" if config.hash_buckets else "raw" if config.raw_ids else "vocabulary"
-    buckets = [each for each in layout.fields if each.numbers and _transform(each, config) == "buckets"]
-    of_ids = [each for each in layout.fields if not each.numbers]
-    for each in of_ids:
-        config.check_vocabulary(f"field {each.name!r}: ", 0, each.max_ids)
-    return [sparse_field(each, encoding) for each in (*buckets, *of_ids)]
+    buckets = [raw for raw in layout.fields if raw.numbers and _transform(raw, config) == "buckets"]
+    of_ids = [raw for raw in layout.fields if not raw.numbers]
+    for raw in of_ids:
+        config.check_vocabulary(f"field {raw.name!r}: ", 0, raw.max_ids)
+    return [sparse_field(raw, encoding) for raw in (*buckets, *of_ids)]
 
 
 def _transform(raw: RawField, config: PrepareConfig) -> DenseTransform:
@@ -161,14 +162,14 @@ def _transform(raw: RawField, config: PrepareConfig) -> DenseTransform:
 
 def _statistics(layout: Layout, config: PrepareConfig) -> dict[str, NumberStatistics]:
     return {
-        number: NumberStatistics(counts=ValueCounts() if _transform(each, config) == "quantile" else None)
-        for each in layout.fields
-        for number in each.numbers
+        number: NumberStatistics(counts=ValueCounts() if _transform(raw, config) == "quantile" else None)
+        for raw in layout.fields
+        for number in raw.numbers
     }
 
 
-def _sized(each: SparseField, vocabularies: dict[str, Vocabulary], config: PrepareConfig) -> SparseField:
-    if each.encoding == "raw":
-        return replace(each, num_embeddings=0)
-    ids = config.hash_buckets if each.encoding == "hash" else len(vocabularies[each.vocabulary])
-    return replace(each, num_embeddings=ids + RESERVED_ROWS)
+def _sized(ids: SparseField, vocabularies: dict[str, Vocabulary], config: PrepareConfig) -> SparseField:
+    if ids.encoding == "raw":
+        return replace(ids, num_embeddings=0)
+    own = config.hash_buckets if ids.encoding == "hash" else len(vocabularies[ids.vocabulary])
+    return replace(ids, num_embeddings=own + RESERVED_ROWS)

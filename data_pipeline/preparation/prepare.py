@@ -1,12 +1,12 @@
 """`prepare`: converts raw click logs to a data set of ids, in a survey that finds partitions and two passes."""
 
-import dataclasses
 import json
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -54,23 +54,22 @@ def prepare(
 
     Args:
         layout: "criteo", "avazu" or "tabular".
-        inputs: files, patterns and folders (`find_inputs`), in order: text or JSON lines, plain or compressed;
-            Parquet; Arrow IPC. Any of them may be a URI.
+        inputs: files, patterns and folders (`find_inputs`), in order, which may be URIs: text or JSON lines, plain or
+            compressed; Parquet; Arrow IPC.
         output: a new or empty folder, or its URI in an object store, created when everything is done.
         config: settings; with `like`, only on_bad_row (by default the earlier one), max_bad_rows and shard_rows have an
             effect.
         schema_file: TOML file that describes the columns; for "tabular", and not with `like`.
         like: a folder with schema.json and vocabulary/ of an earlier data set, whose vocabularies and dense transforms
-            are applied. All samples go to the split "test". Labels may be absent or wrong, and are then NaN; without
-            any, `Split.labelled` is False. Wrong weights are 0. Warnings say how many are, and how many ids are unseen.
-            Times may be absent, unless a field has their ages.
-        validation, test: files of these splits, as `inputs`, which then are the training samples, in place of the
-            settings of splits; validation needs test. Not with `like`.
+            are applied. All samples go to the split "test". Missing and wrong labels become NaN; without any label,
+            `Split.labelled` is False. Wrong weights become 0. Times may be absent, unless a field has ages.
+        validation, test: files of these splits, in place of the settings of splits; `inputs` are then the training
+            samples. Validation needs test. Not with `like`.
         keep: raw columns that predictions show, in addition to those of the schema file.
         overwrite: replace an existing data set.
         progress: called with the number of raw bytes just processed; `work_bytes` returns their sum.
-        scheduler: address of a Dask cluster that does the work instead of this machine's cores; the result has the same
-            bytes. Its machines must be able to access inputs and output under the same absolute paths.
+        scheduler: address of a Dask cluster that does the work, with equal bytes as the result. Its machines must be
+            able to access inputs and output under the same absolute paths.
 
     Raises:
         ValueError: invalid settings or data; the message names file, line and column. OSError: the disk is full.
@@ -100,7 +99,7 @@ def prepare(
         parts, ledger = partitions(files, config.shard_rows), BadRowLedger(on_bad_row, config.max_bad_rows)
         if earlier is None:
             split = _by_files(files, groups) or _split_rule(engine, parts, described, config, on_bad_row, report)
-            split = dataclasses.replace(split, negative_fraction=config.negative_fraction)
+            split = replace(split, negative_fraction=config.negative_fraction)
             encoder = fit(engine, parts, FitPlan(described, config, split), ledger, report)
             skipped = BadRowLedger("skip", ledger.by_path.total())
         else:
@@ -108,7 +107,7 @@ def prepare(
         encoder.save(folder)
         fields = prepared_schema(described, encoder)
         splits = write_splits(engine, parts, WritePlan(folder, described, encoder, split, fields), skipped, report)
-        schema = dataclasses.replace(
+        schema = replace(
             fields,
             splits=splits if earlier else _checked_splits(splits, described, config),
             settings=_settings(config, described, split) if earlier is None else earlier.settings,
@@ -128,11 +127,11 @@ def _paths(groups: Sequence[Sequence[PathLike]], scheduler: str | None, *, new: 
     _, validation, test = groups
     if (validation and not test) or (test and not new):
         raise UserError("files of the splits are for a new data set; give those of the test split, or none")
-    paths = [[os.fspath(each) for each in group] for group in groups]
+    paths = [[os.fspath(place) for place in group] for group in groups]
     if scheduler is None:
         return paths
     # Workers of a cluster have different working directories.
-    return [[each if is_remote(each) else os.path.abspath(local_path(each)) for each in group] for group in paths]
+    return [[path if is_remote(path) else os.path.abspath(local_path(path)) for path in group] for group in paths]
 
 
 def work_bytes(inputs: Sequence[PathLike], *, like: PathLike | None = None, config: PrepareConfig | None = None) -> int:
@@ -174,9 +173,9 @@ def _look(
     # A line may lack any column, and so may a file of such lines.
     of_json = tuple({name: None for source, _ in looks if source.format == "json" for name in source.columns})
     looks = [
-        (dataclasses.replace(each, columns=of_json) if each.format == "json" else each, types) for each, types in looks
+        (replace(source, columns=of_json) if source.format == "json" else source, types) for source, types in looks
     ]
-    described = dataclasses.replace(layout, keep=tuple(dict.fromkeys([*layout.keep, *keep])))
+    described = replace(layout, keep=tuple(dict.fromkeys([*layout.keep, *keep])))
     if not need_label:
         described = _without_absent(described, [source for source, _ in looks], keep)
     sources, schemas = [], {}
@@ -184,7 +183,7 @@ def _look(
         described.check_columns_of(source)
         if types is not None:
             used = tuple(name for name in source.columns if name in described.used_columns)
-            source = dataclasses.replace(source, columns=used)
+            source = replace(source, columns=used)
             schemas[source.path] = types = pa.schema([types.field(name) for name in used])
         check_types(source, types, described)
         sources.append(source)
@@ -194,8 +193,8 @@ def _look(
 
 def _without_absent(layout: Layout, sources: Sequence[Source], keep: Sequence[str]) -> Layout:
     """Returns the layout with the optional columns that all files lack."""
-    loose = dataclasses.replace(layout, absent=layout.optional_columns)
-    present = [{*loose.columns_in(each), *dict(each.partition)} for each in sources]
+    loose = replace(layout, absent=layout.optional_columns)
+    present = [{*loose.columns_in(source), *dict(source.partition)} for source in sources]
     absent = []
     for name in layout.optional_columns:
         lacking = [source.path for source, columns in zip(sources, present, strict=True) if name not in columns]
@@ -207,11 +206,11 @@ def _without_absent(layout: Layout, sources: Sequence[Source], keep: Sequence[st
         if lacking and name in layout.keep:
             logger.warning("the files have no column %r, which predictions would show", name)
         absent += [name] * bool(lacking)
-    return dataclasses.replace(layout, absent=tuple(absent), for_prediction=True)
+    return replace(layout, absent=tuple(absent), for_prediction=True)
 
 
 def _check_outside(output: Place, read: Sequence[str], like: PathLike | None) -> None:
-    """Raises ValueError if what is read lies in the output folder, which is replaced; `like` may be that folder."""
+    """Raises ValueError if a file that is read, or `like`, is in the output folder; `like` may be that folder."""
 
     def parts(place: Place) -> tuple[str, ...]:
         text = os.fspath(place)
@@ -283,7 +282,7 @@ def _by_files(files: Sequence[RawFile], groups: Sequence[Sequence[str]]) -> Spli
 
 
 def _settings(config: PrepareConfig, layout: Layout, split: SplitRule) -> dict[str, object]:
-    settings = {"prepare": dataclasses.asdict(config), "layout": dataclasses.asdict(layout)}
+    settings = {"prepare": asdict(config), "layout": asdict(layout)}
     if split.kind == "time":
         first = {"validation_from": split.first_validation, "test_from": split.first_test}
         settings["split"] = {key: iso(seconds) for key, seconds in first.items() if key[:-5] in split.names}
@@ -295,12 +294,8 @@ def output_folder(output: Place, *, overwrite: bool, shared: bool) -> Iterator[P
     """Creates a local folder that becomes `output` at the end of the block, or is removed on an exception.
 
     For an object store it is a temporary folder (in $TMPDIR), which is uploaded with `schema.json` last, so that an
-    interrupted upload leaves no data set. If it is `shared`, other machines write to the folder, too.
-
-    Raises:
-        ValueError: `output` exists and is not empty (with `overwrite`: and is no data set, or has other files too), is
-            being written by another process, or is in an object store though `shared`.
-        OSError: the disk is full, or the store does not answer.
+    interrupted upload leaves no data set. Other machines write to a `shared` folder, which must be local. Raises as
+    `new_folder` does.
     """
     if not is_remote(output):
         with new_folder(local_path(output), overwrite=overwrite) as folder:
@@ -320,6 +315,6 @@ def output_folder(output: Place, *, overwrite: bool, shared: bool) -> Iterator[P
         folder.mkdir()
         with disk_errors(folder):
             yield folder
-        names = [str(each.relative_to(folder)) for each in sorted(folder.rglob("*")) if each.is_file()]
+        names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
         remote.remove(sorted(existing, key=lambda name: name != SCHEMA_FILE))
         remote.upload(folder, sorted(names, key=lambda name: name == SCHEMA_FILE))

@@ -35,15 +35,14 @@ MOST_TIMES = 1 << 20
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Assigns samples to splits.
+    """Assigns samples to splits, in every pass alike: by number over all raw files, time and label of the sample alone.
 
-    A decision depends on the sample alone: on its number over all raw files (bad rows count, headers do not), its time
-    and its label. So every pass over the data, and every run, decides the same.
+    Bad rows have numbers, headers do not.
 
     Attributes:
         kind: "random", "order" of the numbers, or "time".
-        seed: seed of random splits.
-        test_fraction, validation_fraction: of random splits, the probability of a sample to be in them.
+        seed: seed of random splits and of the negatives that are kept.
+        test_fraction, validation_fraction: for random splits, the probability of a sample to be in them.
         first_validation, first_test: otherwise the number or time, Unix seconds, from which on samples are in them.
         negative_fraction: share of the negative training samples that are kept.
     """
@@ -87,8 +86,7 @@ EVERYTHING_IS_TEST = SplitRule("order", first_test=0, first_validation=0)
 def by_order(samples: int, test: int, validation: int) -> SplitRule:
     """Returns the rule that leaves the last `test` of all samples for testing, and `validation` before them.
 
-    Raises:
-        ValueError: no sample is left for training.
+    Raises ValueError if no sample is left for training.
     """
     if test + validation >= samples:
         raise UserError(
@@ -99,11 +97,9 @@ def by_order(samples: int, test: int, validation: int) -> SplitRule:
 
 
 def by_time(times: ValueCounts, test: float, validation: float) -> SplitRule:
-    """Returns the rule that leaves as nearly as possible the newest share `test` of samples for testing, and
-    `validation` before them. Samples of one second stay together.
+    """Returns the rule that leaves about the newest share `test` of samples for testing, and `validation` before them.
 
-    Raises:
-        ValueError: too few different times.
+    Samples of one second stay together. Raises ValueError if too few times differ.
     """
     first_test = _newest(times, test, NEVER) if test else NEVER
     first_validation = _newest(times, test + validation, first_test) if validation else first_test
@@ -132,8 +128,7 @@ def count_times(
 ) -> ValueCounts:
     """Counts the times of all samples that are not bad, in a pass over the files.
 
-    Raises:
-        ValueError: a bad row that may not be skipped, or no sample has a time.
+    Raises ValueError at a bad row that may not be skipped, or if no sample has a time.
     """
     times = ValueCounts(MOST_TIMES)
     with closing(engine.map(_times, layout, partitions)) as results:
@@ -163,7 +158,7 @@ class TimeOrder:
 
     Attributes:
         newest: Unix seconds of the newest training sample; before all times if there is none.
-        oldest: of the oldest sample for validation or testing; after all times if there is none.
+        oldest: Unix seconds of the oldest other sample; after all times if there is none.
         others: times of the samples for validation and testing.
     """
 
@@ -172,7 +167,7 @@ class TimeOrder:
     others: ValueCounts = field(default_factory=lambda: ValueCounts(MOST_TIMES))
 
     def add(self, time: np.ndarray | None, splits: np.ndarray) -> None:
-        """Adds samples: int64 [R] Unix seconds, and the index of the split of each."""
+        """Adds samples: Unix seconds, int64 [R], and indices of splits."""
         if time is not None:
             train = splits == TRAIN
             self.newest = max(self.newest, int(time[train].max(initial=-NEVER)))
@@ -181,12 +176,11 @@ class TimeOrder:
             self.others.add(others)
 
     def merge(self, other: "TimeOrder") -> None:
-        """Adds those of another part of the samples."""
         self.newest, self.oldest = max(self.newest, other.newest), min(self.oldest, other.oldest)
         self.others.merge(other.others)
 
     def report_dates(self) -> None:
-        """Warns if times seem to be dates as digits, which are valid Unix seconds too."""
+        """Warns if times seem to be dates of digits, which are valid Unix seconds too."""
         if DATE_DIGITS.fullmatch(str(self.newest)):
             logger.warning(
                 "the newest training sample has the time %d, which is read as Unix seconds: %s; if it means a date,"
@@ -198,7 +192,7 @@ class TimeOrder:
     def report(self) -> None:
         """Warns if samples for validation or testing are older than the newest training sample."""
         if self.oldest < self.newest:
-            # Of very many times, neighbours are counted together (ValueCounts), those on both sides of the newest too.
+            # ValueCounts may count neighbouring times together, even those on both sides of the newest.
             older = self.others.counts[self.others.values < self.newest].sum() / self.others.total
             logger.warning(
                 "the samples are not sorted by time: %.3g %% of those for validation and testing are older than the"

@@ -22,7 +22,7 @@ from .splits import SPLITS, TRAIN, SplitRule
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Settings of the pass, shared by all partitions; all workers can access `folder`. `schema` is without splits."""
+    """Settings of the pass; all workers can access `folder`, and `schema` has no splits yet."""
 
     folder: Path
     layout: Layout
@@ -33,7 +33,7 @@ class WritePlan:
 
 @dataclass(frozen=True)
 class Written:
-    """Shards written for a partition, by split, its bad rows, and what is suspicious about its values."""
+    """The sizes of a partition's shards by split, its bad rows, and what is suspicious about its values."""
 
     shards: dict[str, Split]
     bad: list[BadRow]
@@ -43,10 +43,9 @@ class Written:
 def write_splits(
     engine: Engine, partitions: Sequence[Partition], plan: WritePlan, ledger: BadRowLedger, progress: Report
 ) -> dict[str, Split]:
-    """Encodes all partitions into `plan.folder`. Returns the size of each split.
+    """Encodes all partitions into `plan.folder`, and returns the size of each split.
 
-    Raises:
-        ValueError: a bad row that may not be skipped. OSError: the disk is full.
+    Raises ValueError at a bad row that may not be skipped, and OSError if the disk is full.
     """
     shards: dict[str, list[Split]] = {name: [] for name in plan.split.names}
     doubts: Doubts = Counter()
@@ -72,7 +71,7 @@ def write_splits(
 
 
 def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Written:
-    """Writes shard `number` of each split that the partition has samples of, each file atomically."""
+    """Writes shard `number` of each split that the partition has samples of."""
     columns = arrow_schema(plan.schema)
     parts: dict[str, list[pa.Table]] = {name: [] for name in SPLITS}
     bad: list[BadRow] = []

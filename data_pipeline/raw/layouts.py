@@ -549,52 +549,7 @@ _TYPES = {"delimiter": str, "quote": str, "header": bool, "columns": list, "labe
 def load_schema_file(path: str | os.PathLike[str]) -> Layout:
     """Reads a schema file: TOML that describes the columns of text, JSON lines, Parquet or Arrow files.
 
-        delimiter = ","                  # default; of several characters where quote = ""; '\\x01' is one
-        encoding = "latin-1"             # of text; default: UTF-8
-        decimal = ","                    # sign of numbers that are text, as in 1.234,5; default: a point
-        quote = '"'                      # default; "" if quotes have no meaning
-        header = true                    # default
-        columns = ["label", "age"]       # instead of a header
-        label = "label"                  # default. Other forms: {column = "ctr", kind = "rate"} for shares from 0 to 1,
-                                         # {count = "clicks", of = "impressions"} for sums of so many samples
-        positive = ["yes", "4"]          # values of the label that are positive, all others are negative; default: the
-                                         # label is 0 or 1, 0.0 or 1.0, false or true
-        threshold = 4                    # instead of positive: numbers from this on are positive
-        labels = ["click", {name = "buy", column = "bought", positive = ["yes"]}]  # instead of label: several tasks
-        weight = "weight"                # column of the sample's weight; default: all samples count alike
-        keep = ["user id"]               # columns that predictions show
-        time = "seen at"                 # column of the sample's time; default: none. Other forms:
-                                         # {column = "t", unit = "ms"}, {column = "t", format = "%d/%m/%Y"},
-                                         # {columns = ["year", "month", "day"], zone = "Europe/Berlin"}
-        null = ["NA", '\\N']             # texts that mean a missing value in every field; default: the empty value only
-        [[fields]]
-        name = "genres"
-        kind = "multi"                   # numeric | vector | categorical | multi | sequence | weighted
-        column = "movie genres"          # by default the name
-        width = 64                       # vector, which needs it: the numbers of each
-        separator = "|"                  # vector, multi, sequence and weighted, where the column is text
-        weight_separator = ":"           # weighted, where the column is text
-        brackets = true                  # instead of separators: text such as ["a", "b"], ['a', 'b'], {a,b}, {"a": 0.5}
-        pooling = "mean"                 # multi: mean (default) or sum
-        null = ["-1"]                    # for this field instead of the file's
-        transform = "log"                # numeric: quantile (default), minmax, log, buckets or none; vector: none
-                                         # (default) or minmax
-        min_count = 5                    # ids: seen less often than this in training, they share one row
-        max_ids = "64K"                  # ids: only so many, the most frequent ones, have their own row
-        max_length = 50                  # sequence, which needs it: the last ids, of which so many are kept
-        shares = "item"                  # sequence: the categorical field whose ids these are
-        along = "history"                # sequence: the one whose ids it describes one by one, and as many
-        age = true                       # sequence of times: the ids are their ages at the sample's time
-        part = "hour"                    # categorical, of times: their hour, weekday, day or month; with the keys
-                                         # unit, format and zone of a time
-
-    An empty value is a missing one. Of several labels, a missing one is unknown; a sample without its only label is a
-    bad row. A time is Unix seconds (rounded down) or ISO 8601 text ("2014-10-21T07:00:00Z", or
-    a date alone; UTC unless it names a zone), or what its unit or format says, see `RawTime`; a sample without a time
-    is a bad row.
-
-    Raises:
-        ValueError: a problem in the file; the message names the file, the key and the remedy.
+    docs/schema_file.toml shows all keys. Raises ValueError if a problem is in the file; the message names the key.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))

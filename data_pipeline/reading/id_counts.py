@@ -1,7 +1,4 @@
-"""How often the ids of samples occur in the training split.
-
-R samples of a split.
-"""
+"""How often the ids of samples occur in the training split. R samples of a split."""
 
 import os
 from collections.abc import Sequence
@@ -23,11 +20,8 @@ def log_id_counts(
 ) -> np.ndarray:
     """Sums log(1 + occurrences in training) of the ids of each sample over fields, in units of 1 / `ONE`: int64 [R].
 
-    Every occurrence in a list counts. A list adds the mean over its ids; an empty one adds 0. Reads one column of the
-    training split at a time; memory grows with it and with the field's distinct ids.
-
-    Args:
-        train_rows: training samples in which to count, the first ones; by default all.
+    A list adds the mean over its ids, and an empty list adds 0. Only the first `train_rows` training samples count, by
+    default all. Memory grows with one column of the training split and with its distinct ids.
     """
     schema = Schema.load(data_dir)
     total = np.zeros(schema.split(split).rows, np.int64)
@@ -48,7 +42,7 @@ def _flat(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _means(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns the mean, rounded down, of each list; 0 for an empty one."""
+    """Returns the mean of each list, rounded down; 0 for an empty list."""
     stops = np.cumsum(lengths)
     sums = np.concatenate([[0], np.cumsum(values)])
     found: np.ndarray = (sums[stops] - sums[stops - lengths]) // np.maximum(lengths, 1)

@@ -3,9 +3,6 @@
 The shards are permuted, consecutive ones are grouped into windows of about `window_rows` samples, which are in memory
 together, and the samples of a window are permuted across all its shards. The order is a function of (seed, epoch), so
 it is the same on every rank and in every resumed run.
-
-A window has two permutations. `Window.order` is numpy's, drawn on the host. `Window.keyed_order` sorts keys that depend
-only on the seed and a sample's position, so that every device computes the same one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +25,7 @@ class Window:
         start: position of its first sample in the epoch.
         shards: shard numbers, in the order in which their samples are concatenated.
         samples: number of samples.
-        key: (seed, epoch, number of the window), the seed of the permutation; None if samples keep their order.
+        key: (seed, epoch, number of the window), the seed of the permutations; None if samples keep their order.
     """
 
     start: int
@@ -38,20 +35,18 @@ class Window:
 
     @property
     def stop(self) -> int:
-        """Position after its last sample."""
         return self.start + self.samples
 
     def order(self) -> np.ndarray:
-        """Returns the index among the concatenated samples for each position of the window, int64 [samples]."""
+        """Returns the index among the concatenated samples for each position, int64 [samples], drawn by numpy."""
         if self.key is None:
             return np.arange(self.samples)
         return _generator(*self.key).permutation(self.samples)
 
     def keyed_order(self, device: torch.device) -> torch.Tensor:
-        """Returns another such permutation, the same on every device: int64 [samples]. Does not wait for the device.
+        """Returns another permutation, which every device computes alike and without a wait: int64 [samples].
 
-        torch's generators would not do: on CUDA their numbers depend on the GPU's number of multiprocessors, and ranks
-        on different GPUs would train on different permutations.
+        Numbers of torch's CUDA generators depend on the GPU, so that ranks would train on different permutations.
         """
         positions = torch.arange(self.samples, device=device)
         if self.key is None:
@@ -78,7 +73,7 @@ def epoch_windows(shards: Sequence[int], window_rows: int, *, shuffle: bool, see
 
 
 def _splitmix64(state: torch.Tensor) -> torch.Tensor:
-    """Returns the output of SplitMix64 for each state, an int64 whose bits are the unsigned number's."""
+    """Returns the output of SplitMix64 for each state, as the int64 of the same bits."""
     for shift, factor in _ROUNDS:
         logical = (state >> shift) & ((1 << (64 - shift)) - 1)
         state = (state ^ logical) * factor
@@ -95,9 +90,9 @@ class GlobalBatches:
     Args:
         samples: number of samples of the epoch.
         batch_size: size of the batches after the first ones.
-        first: sizes of the first batches, at most ``samples`` in all.
+        first: sizes of the first batches, at most `samples` in all.
         drop_last: leave out the last batch if it is short.
-        shares: share of the samples of its step that each batch has; 1 by default.
+        shares: for each batch, its share of the samples of its step; 1 by default.
     """
 
     def __init__(
@@ -119,17 +114,17 @@ class GlobalBatches:
         return self._steps
 
     def start(self, step: int) -> int:
-        """Position of the first sample of batch ``step``, which is the number of samples before it."""
+        """Returns the position of the first sample of a batch, which is the number of samples before it."""
         after = step - (len(self._starts) - 1)
         start = self._starts[step] if after < 0 else self._starts[-1] + after * self._batch_size
         return min(start, self._samples)
 
     def share(self, step: int) -> float:
-        """Share of the samples of its step that batch ``step`` has."""
+        """Returns the share of the samples of its step that a batch has."""
         return self._shares[step] if self._shares else 1.0
 
     def passes(self, step: int, passes: int) -> int:
-        """Parts of batch ``step`` that :meth:`in_passes` makes: no more than it has samples."""
+        """Returns the number of parts of a batch that `in_passes` makes, at most the number of its samples."""
         return min(passes, self.start(step + 1) - self.start(step))
 
     def in_passes(self, passes: int) -> "GlobalBatches":
@@ -141,13 +136,13 @@ class GlobalBatches:
             size, number = self.start(step + 1) - self.start(step), self.passes(step, passes)
             parts = [(part + 1) * size // number - part * size // number for part in range(number)]
             sizes += parts
-            shares += [each / size for each in parts]
+            shares += [part / size for part in parts]
         return GlobalBatches(sum(sizes), 1, sizes, shares=shares)
 
     def of_rank(self, step: int, rank: int, world_size: int) -> tuple[int, int, int]:
-        """Returns (start, stop, size): the positions of ``rank``'s slice of batch ``step``, and that batch's size.
+        """Returns the positions (start, stop) of a rank's contiguous slice of a batch, and the size of the batch.
 
-        The slices of the ranks are contiguous, cover the batch and differ by at most one sample in size.
+        The slices cover the batch and differ by at most one sample in size.
         """
         first = self.start(step)
         size = self.start(step + 1) - first
@@ -156,15 +151,14 @@ class GlobalBatches:
     def turns(
         self, windows: Iterable[Window], step: int, rank: int, world_size: int
     ) -> Iterator[tuple[Window, list[slice]]]:
-        """Yields consecutive windows, from that of batch ``step`` on, and ``rank``'s slices of the batches in each.
+        """Yields consecutive windows, from that of batch `step` on, and a rank's slices of the batches in each.
 
-        Slices are positions in the window; the last one may be of a batch that ends in a later window, as far as it is
-        in this one.
+        Slices are positions in the window; a batch that ends in a later window has a slice in both.
         """
         for window in windows:
             slices = []
-            for each in range(step, len(self)):
-                start, stop, _ = self.of_rank(each, rank, world_size)
+            for batch in range(step, len(self)):
+                start, stop, _ = self.of_rank(batch, rank, world_size)
                 slices.append(slice(*(min(max(end - window.start, 0), window.samples) for end in (start, stop))))
                 if stop > window.stop:
                     break
@@ -174,7 +168,7 @@ class GlobalBatches:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Consecutive samples of shard `number`, from index `start` on, out of all its `shard_samples`."""
+    """Consecutive samples of shard `number`, which has `shard_samples`, from index `start` on."""
 
     number: int
     start: int
@@ -183,10 +177,7 @@ class ShardPart:
 
 
 def parts_within(shards: Sequence[int], start: int, stop: int) -> list[ShardPart]:
-    """Returns the parts of shards of the given sizes that hold samples [start, stop) of all their samples.
-
-    Shards without samples are parts too, so that the complete range has all shards.
-    """
+    """Returns the parts of shards of the given sizes with samples [start, stop), and empty shards, of all samples."""
     parts = []
     for number, end in enumerate(accumulate(shards)):
         first = end - shards[number]

@@ -4,7 +4,7 @@ Global batch k of an epoch has the same samples in the same order for any number
 for CUDA draw another order than those for CPU, one that the GPU can compute.
 
 An epoch is streamed window by window; each rank loads the shards of a window and takes its own slices of the global
-batches. Sizes: G samples of a global batch, W ranks.
+batches. G samples of a global batch, W ranks.
 """
 
 import copy
@@ -49,24 +49,23 @@ class Reader:
 
     If the split is resident on a GPU, order and batches are made there, and no batch waits for the device; with list
     fields one batch of each window does, and with sequences every batch. Criteo (41 million samples, 39 columns) takes
-    6.6 GB. The split needs `resident_bytes` of free memory when it is loaded, by the constructor or later by
-    `make_resident`. A trainer builds its model in between, so that what is free is what tables and moments leave.
+    6.6 GB. The split needs `resident_bytes` of free memory when it is loaded, by the constructor or by `make_resident`
+    after a trainer has built its model.
 
     Args:
         data_dir: a folder written by `prepare` or `synthesize`.
-        split: "train" or "test".
         rows: the samples of the split to read, a range of their stored order; by default all.
-        batch_size: G, the global batch size; each rank gets a contiguous slice.
+        batch_size: G, the global batch size.
         passes: parts of each global batch, of about the same size, that are yielded one after the other as batches with
-            their `share`; no more than it has samples. Steps count global batches.
+            their `share`; at most as many as it has samples. Steps count global batches.
         rank, world_size: rank r takes samples [r * G // W, (r + 1) * G // W) of each global batch.
         shuffle: use a new order every epoch, across shards and within windows; otherwise the stored order.
         seed: seed of the shuffle.
-        drop_last: drop the last global batch if it is short. For evaluation, keep it.
+        drop_last: drop the last global batch if it is short.
         device: device of the batches.
         resident: store the samples on `device` and gather batches there.
         window_rows: samples in memory, and shuffled together, while streaming; up to three windows exist at a time.
-        true_logits: also read the logits of the true click probabilities, where the data set has them; for evaluation.
+        true_logits: also read the logits of the true click probabilities, if the data set has them.
 
     Raises:
         ValueError: an invalid argument, a folder that is no data set, or a `resident` split that does not fit.
@@ -124,15 +123,14 @@ class Reader:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that :meth:`make_resident` stores; of a part of a split, by its share of the samples."""
+        """Bytes that `make_resident` stores; for a part of a split, by its share of the samples."""
         loaded, rows = sum(part.shard_samples for part in self._parts), self.schema.split(self.split).rows
         return ceil(resident_bytes(self.schema, self.split) * loaded / max(1, rows))
 
     def make_resident(self) -> None:
-        """Loads the shards of the samples and stores them on the device, where all later epochs take their batches.
+        """Stores the samples on the device, from where all later epochs take their batches.
 
-        Raises:
-            ValueError: the split does not fit, or a shard is missing or damaged.
+        Raises ValueError if the split does not fit, or a shard is missing or damaged.
         """
         if self._resident_block is not None:
             return
@@ -147,12 +145,10 @@ class Reader:
             torch.cuda.synchronize(self.device)
 
     def with_values_of(self, index: torch.Tensor, fields: Collection[str]) -> "Reader":
-        """Returns a reader of the same samples, each with the values that another one has in some fields.
+        """Returns a reader of the samples of a resident split, each with values of another sample in some fields.
 
-        Args:
-            index: number of the other sample in the stored order, int64 [R] on the device, for a resident split of R
-                samples that is read completely.
-            fields: names of dense and sparse fields.
+        `index` has the numbers of the other samples in the stored order, int64 [samples] on the device. `fields` are
+        names of dense and sparse fields.
         """
         assert self._resident_block is not None
         assert len(index) == len(self._resident_block)
@@ -161,7 +157,7 @@ class Reader:
         return other
 
     def positions(self, step: int) -> slice:
-        """Positions in an epoch of this rank's samples of global batch `step`; without shuffling, in the split."""
+        """Returns the positions in an epoch, or in the split without shuffling, of this rank's samples of a step."""
         start, stop, _ = self._global_batches.of_rank(step, self._rank, self._world_size)
         return slice(start, stop)
 
@@ -170,23 +166,20 @@ class Reader:
         return len(self._global_batches)
 
     def passes(self, step: int) -> int:
-        """Batches that global batch `step` of an epoch is yielded in, the same on every rank."""
+        """Returns the number of batches that a global batch is yielded in, the same on every rank."""
         return self._global_batches.passes(step, self._passes)
 
     def samples_before(self, step: int) -> int:
-        """Samples, over all ranks, of the first `step` global batches of an epoch."""
+        """Returns the number of samples, over all ranks, of the first `step` global batches of an epoch."""
         return self._global_batches.start(step)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator["Batch"]:
         """Yields the batches of an epoch from `start_step` on, without reading earlier windows.
 
-        A thread prepares batches ahead of the consumer and ends with the iterator, even if that is closed or deleted
-        early. If the split is resident on a GPU there is no thread: the consumer launches all work on its own stream,
-        ahead of the device.
+        A thread prepares batches ahead of the consumer and ends with the iterator. If the split is resident on a GPU
+        there is no thread: the consumer launches all work on its own stream, ahead of the device.
 
-        Raises:
-            ValueError: an invalid argument; or, while iterating, a missing or damaged shard, or one of another data set
-                that has replaced this one.
+        Raises ValueError if, while iterating, a shard is missing or damaged, or another data set replaced this one.
         """
         if epoch < 0:
             raise UserError(f"epoch must be at least 0, got {epoch}")
@@ -225,18 +218,17 @@ class Reader:
         starts = self._starts(range(len(self._parts)))
         first, end = self.samples_before(start_step), self.samples_before(len(self))
         windows = epoch_windows(self._sizes, self._window_rows, shuffle=self._shuffle, seed=self._seed, epoch=epoch)
-        windows = [each for each in windows if each.stop > first and each.start < end]
+        windows = [window for window in windows if window.stop > first and window.start < end]
         step, of_rank = self._first(start_step), (self._rank, self._world_size)
         for window, slices in self._yielded.turns(windows, step, *of_rank):
             if self._resident_block is None:
                 block, own = self._load(window.shards), self._starts(window.shards)
             else:
-                block, own = self._resident_block, [starts[each] for each in window.shards]
+                block, own = self._resident_block, [starts[part] for part in window.shards]
             yield _Loaded(window, slices, block, self._order(window, own, block.label.device))
 
     def _load(self, shards: Sequence[int], device: torch.device | str = "cpu") -> SampleBlock:
-        """Loads the complete shards of parts."""
-        numbers = tuple(self._parts[each].number for each in shards)
+        numbers = tuple(self._parts[part].number for part in shards)
         try:
             return load_shards(self._data_dir, self.schema, self.split, numbers, device)
         finally:  # in place of an error about such a shard, too
@@ -247,13 +239,13 @@ class Reader:
                 )
 
     def _starts(self, parts: Sequence[int]) -> list[int]:
-        """Returns where the complete shards of parts start in a block of them, and where the last one ends."""
-        return [0, *accumulate(self._parts[each].shard_samples for each in parts)]
+        """Returns where the complete shards of parts start in a block of them, and where the last shard ends."""
+        return [0, *accumulate(self._parts[part].shard_samples for part in parts)]
 
     def _order(self, window: Window, starts: Sequence[int], device: torch.device) -> torch.Tensor:
         """Returns the index for each position of the window in a block whose shards start at `starts`."""
         order = window.keyed_order(device) if self._keyed_order else torch.from_numpy(window.order())
-        parts = [self._parts[each] for each in window.shards]
+        parts = [self._parts[part] for part in window.shards]
         return positions(parts, starts[: len(parts)], device)[order.to(device)]
 
 
@@ -283,11 +275,7 @@ def _copied_to_gpu(batches: Generator["Batch", None, None], device: torch.device
 
 
 def resident_bytes(schema: Schema, split: str = "train") -> int:
-    """Returns the bytes that `Reader(resident=True)` stores for a split.
-
-    4 for each label, sample weight, true logit, dense value and id (8 if ids are raw), 4 for each weight of an id, 8
-    for each time and list offset.
-    """
+    """Returns the bytes that `Reader(resident=True)` stores for a split."""
     size = schema.split(split)
     id_bytes = 8 if schema.has_raw_ids else 4
     numbers = len(schema.labels) + schema.sample_weights + schema.true_logits + len(schema.dense)
@@ -302,10 +290,7 @@ def resident_bytes(schema: Schema, split: str = "train") -> int:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Returns the free bytes of the GPU's memory, or of the machine's within the limits of this process's container.
-
-    None if the system does not report them.
-    """
+    """Returns the free bytes of the GPU, or of the machine within the limits of its container; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -315,7 +300,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def bytes_within_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """Bytes that each memory limit of this process's control groups leaves, those of reclaimable file pages included.
+    """Returns the bytes that each memory limit of this process leaves, with those of reclaimable file pages.
 
     A container may see only its own group, as the root. Source: the kernel's documents of cgroups 1 and 2.
     """
@@ -326,10 +311,10 @@ def bytes_within_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = P
             continue
         limit, usage, pages = _GROUP_FILES_1 if controllers else _GROUP_FILES_2
         folder = root.joinpath(*["memory"] * bool(controllers), path.lstrip("/"))
-        for each in (folder, *folder.parents):
+        for group in (folder, *folder.parents):
             with suppress(OSError, KeyError, ValueError):  # no such group, or no limit
-                most, used = (int((each / name).read_text(encoding="ascii")) for name in (limit, usage))
-                left.append(max(most - used + _sizes(each / "memory.stat")[pages], 0))
+                most, used = (int((group / name).read_text(encoding="ascii")) for name in (limit, usage))
+                left.append(max(most - used + _sizes(group / "memory.stat")[pages], 0))
     return left
 
 
