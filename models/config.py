@@ -13,14 +13,13 @@ class ModelConfig:
     """Architecture of a network; the defaults are the CowClip paper's.
 
     Attributes:
-        name: a key of ``MODELS``, or "module:Class" for a network of your own; see docs/models.md.
-        embedding_dim: width D of a field's embedding, without the wide weight that is stored beside it.
-        hidden: widths of the MLP's ReLU layers.
-        dropout: share of activations dropped after each of them while training, in [0, 1).
-        options: further sizes, which each network has its own of, as a table `[model.options]`; docs/models.md lists
-            them.
-        embedding_dims: other widths of single fields, such as `{ city = 3, user = 31 }`, which the network takes
-            projected to embedding_dim; fields that share a table have one width. A stored row is padded to a multiple
+        name: network: a key of ``MODELS``, or "module:Class" for a network of your own; see docs/models.md.
+        embedding_dim: width D of the embedding of a field, without the wide weight that is stored beside it.
+        hidden: widths of the ReLU layers of the MLP.
+        dropout: share of activations that is dropped after each of these layers while training, in [0, 1).
+        options: sizes that only this network has, as a table `[model.options]`; docs/models.md lists them.
+        embedding_dims: other widths of single fields, such as `{ city = 3, user = 31 }`. The network projects their
+            embeddings to embedding_dim. Fields that share a table have one width. A stored row is padded to a multiple
             of 4: widths of 3, 7, 11 and so on, plus the wide weight, need no padding.
     """
 

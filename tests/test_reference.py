@@ -32,7 +32,7 @@ This page is made from the docstrings of the code.
 * [Schema files](#schema-files), for `cowrec prepare tabular`: [data.md](data.md) explains them.
 
 A key without a default has no effect unless it is set. A whole number may be text with a unit: `"64K"` is 65,536,
-`"1M"` is 1,024 K, `"1G"` 1,024 M; the same units, without quotes, are those of `--set` and of flags that are counts.
+`"1M"` is 1,024 K, and `"1G"` is 1,024 M. `--set` and flags that are counts take the same units without quotes.
 
 ## Run files
 """
@@ -143,10 +143,11 @@ def of_schema_files() -> Iterator[str]:
 def page() -> str:
     parts = [HEAD]
     for name, kind in sections().items():
-        first = (inspect.getdoc(kind) or "").partition("\n\n")[0]
+        first = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
+        first = re.sub(r"^`\[\w+\]`[:;]? ?", "", first)
         parts += [
             f"### `[{name}]`\n",
-            " ".join(re.sub(r"^`\[\w+\]`[:;]? ?", "", first).split()) + "\n",
+            first[:1].upper() + first[1:] + "\n",
             *table(entries(kind)),
         ]
         if name == "id_table":

@@ -19,44 +19,47 @@ MOST_BUCKETS = 2**31 - 3
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """Settings of the conversion from raw data to ids and floats.
+    """Settings of the conversion from raw data to ids and numbers.
 
     Attributes:
-        min_count: ids seen less often in training share the out-of-vocabulary row of their field.
-        max_ids: ids that have their own row in each field, the most frequent ones in training; the others share the
-            out-of-vocabulary row. 0 for no limit. A field of a schema file may set its own `min_count` and `max_ids`.
-        hash_buckets: embedding rows per field, chosen by a stateless hash instead of a vocabulary; 0 for a vocabulary.
-        raw_ids: store 64-bit hashes (`vocabulary.raw_ids`) instead of embedding rows; training assigns rows to them in
-            dynamic id tables.
-        dense: transform of numbers. "quantile": the normal quantile of a number's rank among those of training, so the
-            result has mean 0 and deviation 1 whatever the column's distribution; beyond the least and the largest of
-            them it stays the same, and a missing value becomes 0, the middle; where 1 % or more are missing, a second
-            field `<name>_missing` is 1 there. In the others a missing value is 0 before the transform. "minmax": (x -
-            minimum) / (maximum - minimum), which leaves the numbers of a heavy-tailed column nearly equal. "log":
-            log1p(x - minimum), for counts and amounts that begin near 0; below the minimum it is 0. "buckets": as
-            minmax, with the logarithmic bucket of each number, floor(log(x)^2) above 2 and otherwise x rounded down,
-            also as a categorical field `<name>_bucket`; for integers. "none": the number itself. A field of a schema
-            file may set its own `transform`.
-        fit_on: samples that the transforms are fitted on: "train", or "all" to reproduce published numbers.
+        min_count: ids that occur less often among the training samples share the out-of-vocabulary row of their field.
+        max_ids: number of ids with a row of their own in each field, the most frequent ones in training; all others
+            share the out-of-vocabulary row. 0: no limit. A field of a schema file may set its own `min_count` and
+            `max_ids`.
+        hash_buckets: number of embedding rows of each field if a stateless hash replaces the vocabulary; 0: a
+            vocabulary.
+        raw_ids: whether 64-bit hashes (`vocabulary.raw_ids`) are stored instead of embedding rows. Training then
+            assigns rows to them in id tables.
+        dense: transform of numbers. "quantile": the normal quantile of the rank of a number among the training samples,
+            with mean 0 and deviation 1. Numbers outside the training range have the value at the end of that range. A
+            missing value becomes 0, the middle; if 1 % or more are missing, a second field `<name>_missing` is 1 there.
+            In all other transforms a missing value is 0 before the transform. "minmax": (x - minimum) / (maximum -
+            minimum), which leaves the numbers of a heavy-tailed column nearly equal. "log": log1p(x - minimum), and 0
+            below the minimum, for counts and amounts that begin near 0. "buckets": as minmax, and a categorical field
+            `<name>_bucket` with the logarithmic bucket of the number, floor(log(x)^2) above 2 and otherwise x rounded
+            down, for integers. "none": the number itself. A field of a schema file may set its own `transform`.
+        fit_on: samples that the transforms are fitted on: "train", or "all" to reproduce the numbers of papers.
             Vocabularies always use the training samples.
-        split: how samples are divided into the splits train, validation and test. "random": by number and seed.
-            "order": the last samples are for testing, those before them for validation. "time": the newest samples are
-            for testing, those before them for validation, by the time of each sample, whatever their order. Transforms
-            and vocabularies are fitted on the training samples.
-        test_fraction: share of the test split; 0.1 by default, 0.2 for Avazu.
+        split: how samples are divided into training, validation and test samples. "random": by number and seed.
+            "order": the last samples are test samples, and those before them validation samples. "time": the newest
+            samples are test samples, and those before them validation samples, by the time of each sample, in any
+            order. Transforms and vocabularies are fitted on the training samples.
+        test_fraction: share of the test split; by default 0.1, and 0.2 for Avazu.
         validation_fraction: share of the validation split; by default there is none.
-        test_rows: with split = "order", instead of `test_fraction`: samples of the test split.
-        validation_rows: likewise, of the validation split.
-        test_from: with split = "time", instead of `test_fraction`: time from which on samples are for testing, a date
+        test_rows: with split = "order", the number of test samples, in place of `test_fraction`.
+        validation_rows: with split = "order", the number of validation samples, in place of `validation_fraction`.
+        test_from: with split = "time", the time of the first test sample, in place of `test_fraction`: a date
             (2024-05-01, in UTC), ISO 8601 text or Unix seconds.
-        validation_from: likewise, for validation.
-        negative_fraction: share of the negative training samples to keep, drawn by number and seed. Predictions of a
-            model that is trained on them are corrected for those left out. Other splits keep all samples.
+        validation_from: with split = "time", the time of the first validation sample, in place of
+            `validation_fraction`.
+        negative_fraction: share of the negative training samples that is kept, drawn by number and seed. Predictions of
+            a model that is trained on them are corrected for the others. The other splits keep all samples.
         seed: seed of the random split and of the negatives to keep.
-        on_bad_row: "error" raises at the first bad row, "skip" leaves bad rows out. By default "error", or with
-            `--like` what that data set was prepared with.
-        max_bad_rows: largest number of skipped bad rows.
-        shard_rows: raw lines that become one Parquet file of each split; the unit of work, which is held in memory.
+        on_bad_row: what happens at a record that cannot be read: "error" ends the command, and "skip" leaves the record
+            out. By default "error", or with `--like` what that data set was prepared with.
+        max_bad_rows: largest number of records that "skip" leaves out.
+        shard_rows: number of raw records that become one Parquet file of each split. This is the unit of work, and is
+            held in memory.
     """
 
     min_count: int = 1

@@ -54,14 +54,15 @@ class RawLabel:
     By default 1, 1.0 and true are positive, 0, 0.0 and false negative, in any notation and case; others are wrong.
 
     Attributes:
-        name: name of the label's task.
-        column: raw column; the name by default.
-        kind: "rate" for numbers from 0 to 1, the share of positives of what the sample stands for; empty for classes.
-        count, of: instead of `column` and `kind`, columns of the number of positives of a sample, and of its total, at
-            least 1. The label is their share, and the sample weighs as much as its total says.
+        name: name of the task of the label.
+        column: raw column; by default the name.
+        kind: "rate" for numbers from 0 to 1: the share of positives of what the sample stands for; empty for classes.
+        count, of: columns of the number of positives of a sample and of its total, which is at least 1, in place of
+            `column` and `kind`. The label is the share of positives, and the total multiplies the weight of the sample.
         positive: values that are positive; all others are negative. A number here means that number in any notation.
-        threshold: numbers of at least this are positive, other numbers negative.
-        null: texts that mean a missing label, as the empty text always does. A number means it in any notation, too.
+        threshold: least number that is positive; all other numbers are negative.
+        null: texts that mean a missing label, as the empty text always does. A number here means that number in any
+            notation.
     """
 
     name: str = LABEL
@@ -163,28 +164,35 @@ class RawField:
 
     Attributes:
         name: name of the feature.
-        kind: "numeric" (one number), "vector" (a list of `width` numbers, such as a pretrained embedding, or their text
-            joined by `separator`, in brackets or not), "categorical" (one id), "multi" (a list, or ids joined by
-            `separator`), "sequence" (the same, oldest first, whose order counts) or "weighted" (a list of {id, weight}
-            or a map from id to weight, or the joined text, each id followed by `weight_separator` and its weight).
-        column: raw column; the name by default.
-        width: for vectors, the numbers of each.
-        separator, weight_separator: for list kinds and vectors, where the column is text; items are trimmed.
-        brackets: True for list kinds whose text is a list in brackets, see `brackets`, in place of the separators.
-        pooling: "sum" or "mean", for multi and weighted only; "mean" by default for multi, always "sum" for weighted.
-        null: texts that mean a missing value, as the empty text always does: whole values, and the ids of lists. In
-            numeric fields, a number means that number in any notation. By default those of the file.
-        transform: for numbers; as `dense` of `[prepare]`, for this field. Empty means the value of `[prepare]`. For
-            vectors "none", the default, or "minmax", of each number by itself.
-        min_count, max_ids: for ids; as in `[prepare]`, for this field. 0 means the value of `[prepare]`. `min_count`
-            does nothing with `raw_ids` and `hash_buckets`, which keep no vocabulary.
-        max_length: for sequences, the number of ids of which the last ones are kept.
-        shares: for sequences, the categorical field whose ids these are: both have one vocabulary and one table.
-        along: for sequences, the sequence whose ids it describes one by one, such as the categories of a history of
-            items: both have as many ids, and one `max_length`.
-        age: for sequences of times; the ids are the bits of their ages in seconds at the sample's time, at least 0.
-        part: for categorical fields of times; the id is the hour, weekday, day or month.
-        unit, format, zone: for a part and an age; how the column writes times, see `RawTime`.
+        kind: "numeric": one number. "vector": a list of `width` numbers, such as a pretrained embedding, or the numbers
+            as text joined by `separator`, with or without brackets. "categorical": one id. "multi": a list of ids, or
+            ids joined by `separator`. "sequence": as multi, but in order, with the newest id last. "weighted": a list
+            of {id, weight}, a map from id to weight, or joined text in which `weight_separator` and a weight follow
+            each id.
+        column: raw column; by default the name.
+        width: for vectors: how many numbers each vector has.
+        separator, weight_separator: for vectors and lists as text: what separates the items, and an id from its weight.
+            Spaces around items are removed.
+        brackets: for lists: whether their text is in brackets, such as ["a", "b"], in place of the separators.
+        pooling: for multi and weighted: "sum" or "mean" of the embeddings; by default "mean" for multi, always "sum"
+            for weighted.
+        null: texts that mean a missing value, as the empty text always does. They may be whole values, and ids of
+            lists. In numeric fields, a number means that number in any notation. By default those of the file.
+        transform: for numbers: `dense` of `[prepare]` for this field; by default the value of `[prepare]`. For vectors:
+            "none", the default, or "minmax" of each number by itself.
+        min_count, max_ids: for ids: `min_count` and `max_ids` of `[prepare]` for this field; by default, and with 0,
+            the values of `[prepare]`. `min_count` has no effect with `raw_ids` and `hash_buckets`, which keep no
+            vocabulary.
+        max_length: for sequences: how many of the last ids are kept.
+        shares: for sequences: the categorical field that these ids belong to. Both then have one vocabulary and one
+            table.
+        along: for sequences: the sequence whose ids this one describes one by one, such as the categories of a history
+            of items. Both must have equally many ids, and one `max_length`.
+        age: for sequences of times: whether the ids are ages. An age is the time in seconds from the event to the
+            sample, and its id is the number of its binary digits: 3 for 4 to 7 seconds, 0 for an event after the
+            sample.
+        part: for categorical fields of times: the part that is the id, which is the hour, weekday, day or month.
+        unit, format, zone: for fields with `part` or `age`: how the column writes times, as for the time of the sample.
     """
 
     name: str

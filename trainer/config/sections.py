@@ -20,13 +20,14 @@ OnNonfinite = Literal["stop", "skip"]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """`[data]`: where batches come from.
+    """`[data]`: the data set and how it is read.
 
     Attributes:
-        dir: a prepared data set; `--data` overrides it.
-        resident: keep the samples of each epoch on the device: "yes", "no", or "auto" (if they need at most half of the
-            memory that the model leaves; so does "yes" for samples that are measured).
-        window_rows: number of samples that are shuffled together, and in memory together while streaming.
+        dir: folder of the prepared data set; `--data` overrides it.
+        resident: whether the device keeps the samples that each epoch trains on or measures: "yes", "no", or "auto".
+            "auto" keeps them if they need at most half of the memory that the model leaves. "yes" always keeps the
+            training samples, and applies that limit to the measured samples alone.
+        window_rows: number of samples that are shuffled together, and that are in memory together while streaming.
     """
 
     dir: str = ""
@@ -39,37 +40,42 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """`[train]`: how long, how large, where.
+    """`[train]`: batch size, length, device, loss and precision of a run.
 
     Attributes:
-        batch_size: samples per step over all processes. 0: by the number of training samples, the largest power of two
-            with at least 100 full steps in an epoch, but from 64 to 512. "auto" (or -1): the largest power of two with
-            which the run has 200 steps, but from 64 to 65,536. Both are optimizer.base_batch_size online.
-        eval_batch_size: samples per batch at evaluation.
-        accumulation: number of parts of each global batch that a process takes one after the other, before the one step
-            and clip over all of them: less memory for activations, the same results up to rounding. Not with
-            collisionless id tables, nor online.
-        epochs: passes over the training set; at most, with `patience`.
-        validation_fraction: share of the training split, its last samples in the stored order, that is measured after
-            each epoch instead of trained on, for data without a validation split; 0: none.
-        patience: epochs without a better validation quality, that of checkpoint.keep_best, after which training ends.
-            0: never.
-        seed: seed of initial values and shuffling.
-        device: "auto" is CUDA on a machine with a GPU, else the CPU.
-        log_every: steps between two lines of metrics, and between two checks that the loss is finite.
-        log_seconds: seconds between two lines about the progress of the run, which come with metrics. 0: no lines.
-        warm_start: folder of an earlier run whose weights to start from; rows are matched by their ids.
-        timeout_seconds: time after which a process that keeps the others waiting counts as hung, which ends the run.
-        loss: loss of a sample: "bce", the binary cross-entropy; "focal", in which well predicted samples count less; or
-            "module:function" for a loss of your own, (logits, label) -> loss of each sample; see docs/models.md.
-        task_weights: weight of the loss of each of several labels, by its name, as a table; 1 for those not listed.
-        loss_options: options of the loss, as a table: gamma and alpha of "focal", or those of your function.
-        trackers: trackers of experiments that get the metrics too: "mlflow", "wandb" or both; see docs/train.md.
-        precision: precision of the network's hidden layers. "tf32" (CUDA only) rounds the factors of matrix products,
-            "bfloat16" their results too; weights, logits, loss, moments and tables stay float32.
-        cuda_graph: on CUDA with one process, launch each step as one captured CUDA graph, where the run allows it: one
-            id in each field, optimizer.embedding = "adam", and not optimizer.absent_rows = "dense". Results do not
-            depend on it.
+        batch_size: number of samples in a step, over all processes. 0: the largest power of two with at least 100 full
+            steps in an epoch, but from 64 to 512. "auto" (or -1): the largest power of two with which the run has 200
+            steps, but from 64 to 65,536. Online, both mean optimizer.base_batch_size.
+        eval_batch_size: number of samples in a batch of an evaluation, over all processes.
+        accumulation: number of parts of each global batch. A process takes the parts one after the other, each with its
+            forward and backward pass. One step and one clip over all parts follow. Activations need less memory, and
+            results are the same up to rounding. Not with collisionless id tables, nor online.
+        epochs: number of passes over the training samples; with `patience`, the largest number.
+        validation_fraction: share of the training split that is kept out of training and measured after each epoch, for
+            data without a validation split. These are the last samples in the stored order. 0: none.
+        patience: number of epochs without a better validation quality after which training ends; checkpoint.keep_best
+            names the measure of that quality. 0: training never ends early.
+        seed: seed of the initial values and of shuffling.
+        device: "auto" is CUDA on a machine with a GPU, and otherwise the CPU.
+        log_every: number of steps between two lines of metrics, and between two checks that the loss is finite.
+        log_seconds: seconds between two lines about the progress of the run. A line comes with the next metrics, after
+            `log_every` steps. 0: no lines.
+        warm_start: folder of an earlier run whose weights the run starts from. Rows are matched by the ids that they
+            stand for.
+        timeout_seconds: seconds after which a process that keeps the others waiting counts as hung, which ends the run.
+        loss: loss of a sample: "bce" is the binary cross-entropy. "focal" gives less weight to samples that are
+            predicted well already. "module:function" is a loss of your own, (logits, label) -> loss of each sample; see
+            docs/models.md. AUC and logloss are measured for every loss.
+        task_weights: weights of the losses of several labels, a table by the name of the label. Labels that are not
+            listed have weight 1.
+        loss_options: options of the loss, a table: gamma and alpha of "focal", or those of your function.
+        trackers: trackers of experiments that receive the metrics too: "mlflow", "wandb" or both. Server, project and
+            credentials come from the environment variables of their libraries; see docs/train.md.
+        precision: precision of the hidden layers. "tf32" (CUDA only) rounds the factors of matrix products. "bfloat16"
+            rounds their results too. Weights, logits, loss, moments and tables stay float32.
+        cuda_graph: whether each step is launched as a captured CUDA graph on CUDA with one process. The run must have
+            one id in each field, optimizer.embedding = "adam", and another optimizer.absent_rows than "dense". Results
+            do not depend on the graph.
     """
 
     batch_size: int = 0
@@ -114,11 +120,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """`[evaluate]`: what is measured beside the quality of the validation samples and the test split.
+    """`[evaluate]`: measures beside the quality of the validation samples and of the test split.
 
     Attributes:
-        by_id_counts: also measure thirds of the test samples by how often their ids occur in training, whose ids are
-            then read once more at the start.
+        by_id_counts: whether thirds of the test samples are measured too, by how often their ids occur in training.
+            This reads the ids of the training split once more at the start, one field at a time.
     """
 
     by_id_counts: bool = False
@@ -126,13 +132,14 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """`[checkpoint]`: when the run's state is saved, and which checkpoints are kept.
+    """`[checkpoint]`: when the state of the run is saved, and which checkpoints are kept.
 
     Attributes:
-        every_steps: steps between two checkpoints within an epoch; 0: only the one after each epoch.
-        keep_last: number of latest checkpoints to keep.
-        keep_best: also keep the checkpoint after the epoch with the best "auc" or "logloss" of the validation samples,
-            or of the test split where there are none. The report and later commands are of that epoch.
+        every_steps: number of steps between two checkpoints within an epoch. 0: only the checkpoint after each epoch.
+        keep_last: number of latest checkpoints that are kept.
+        keep_best: measure by which the checkpoint of the best epoch is kept as well: "auc" or "logloss" of the
+            validation samples, or of the test split if there are none. The report and later commands then use this
+            epoch. "none": no such checkpoint is kept.
     """
 
     every_steps: int = 0
@@ -149,17 +156,17 @@ ShardingKind = Literal["table_wise", "row_wise", "column_wise", "table_row_wise"
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """`[sharding]`: how tables are sharded over processes; results do not depend on it.
+    """`[sharding]`: how tables are split over processes; results do not depend on it.
 
     Attributes:
-        plan: the kind of all tables. "table_wise": a table is on one process. "row_wise": its rows are split over all
-            processes. "column_wise": its columns are split, into shards whose width is a multiple of four.
-            "table_row_wise": its rows are split over the processes of one machine. "data_parallel": every process has a
-            copy, for small tables. "auto": on CUDA the choice of TorchRec's planner; on CPU row-wise for a table of
-            more than half of a process's share of all bytes, else table-wise.
-        tables: the kind of single tables, by the name of their field; takes precedence over the plan.
-        memory: memory for tables and moments on CUDA: the "device"'s, or for larger tables the host's as unified memory
-            ("uvm"). Data-parallel tables stay on the device.
+        plan: kind of all tables. "table_wise": a table is on one process. "row_wise": the rows of a table are split
+            over all processes. "column_wise": the columns of a table are split, into shards whose width is a multiple
+            of four. "table_row_wise": the rows of a table are split over the processes of one machine. "data_parallel":
+            every process has a copy, for small tables. "auto": on CUDA the choice of TorchRec's planner; on CPU
+            row_wise for a table larger than half of a process's share of all bytes, and table_wise for all others.
+        tables: kinds of single tables, by the name of their field; they take precedence over the plan.
+        memory: memory for tables and moments on CUDA: that of the "device", or unified memory of the host ("uvm") for
+            larger tables, which the GPU accesses over the bus. Data-parallel tables stay on the device.
     """
 
     plan: Literal["auto", "table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"] = "auto"
@@ -172,48 +179,53 @@ LrDecay = Literal["none", "linear", "cosine"] | float
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """`[optimizer]`: hyperparameters at a base batch size, and the rule that scales them to another.
+    """`[optimizer]`: learning rates, L2 and other values at a base batch size, and the rule that scales them.
 
-    The defaults are for data that nothing is known about; the CowClip paper's values are in trainer/configs.
+    The defaults are for any data. The values of the CowClip paper are in trainer/configs.
 
     Attributes:
-        embedding: optimizer of the tables. "adam" is cowrec's Adam with coupled L2, on CPU and CUDA; the others are
-            FBGEMM's fused ones ("fbgemm_adam" on CUDA only), with clip and L2 applied to the gradients of the batch's
-            rows; every field then needs exactly one id per sample. "fbgemm_cowclip" is row-wise Adagrad with FBGEMM's
-            COWCLIP mode, which differs from the paper: the limit of a row is ``steps * max(||w||, 1e-5)``, where steps
-            counts the steps so far in which the row appeared; Adagrad accumulates the unclipped gradient; norms are of
-            complete rows, the wide weight included.
-        absent_rows: for "adam", the update of rows without an id in the batch. "replay", the default, is the published
-            algorithm: L2 and momentum move every row at every step; a row's steps are computed when it is next needed.
-            "dense" computes the same at once, at the cost of the whole table. "lazy" skips these steps.
-        base_batch_size: the batch size of embedding_lr, dense_lr, l2, betas and eps.
-        scaling: the rule that scales these values to train.batch_size; "none" keeps them. "half_life", the default,
-            keeps the quality of the base batch; "cowclip" is the published rule.
-        embedding_lr, dense_lr, l2: values at the base batch size. embedding_lr is by default 2e-3, and Adam's with more
-            than 2,000,000 samples in the training split 2e-3 * sqrt(2,000,000 / samples), for base batch 1,024. l2 is
-            on embeddings, wide weights and the linear kernel; by default 20 * (train.epochs - 1, at most 2) / (samples
-            of the training split), between 1e-6 and 1e-2, and 1e-6 for a stream.
-        embedding_lr_factors: factors of the learning rate of single tables, embeddings and wide weights, by the name of
-            their field, or of the table that fields share, such as `{ city = 0.5 }`; 0 leaves a table as it is.
-        weight_decay: decoupled weight decay of the tables (AdamW), embeddings and wide weights: each step multiplies
-            all rows, with optimizer.absent_rows = "lazy" those of the batch, by ``1 - lr * weight_decay``. It is not
-            clipped. Needs optimizer.embedding = "adam".
-        dense_weight_decay: the same for all parameters of the network, biases included. Both are values at the base
-            batch size; the scaling rules keep the decay of a sample.
+        embedding: optimizer of the tables. "adam" is cowrec's Adam with L2 in the gradient, on CPU and CUDA. The others
+            are FBGEMM's fused optimizers ("fbgemm_adam" on CUDA only). Under them, clip and L2 apply to the rows of the
+            batch, and every field needs exactly one id in each sample. "fbgemm_cowclip" is row-wise Adagrad with
+            FBGEMM's COWCLIP mode, which differs from the paper. There the limit of a row is
+            ``steps * max(||w||, 1e-5)`` under every scaling rule, where steps counts the steps in which the row
+            appeared so far. Adagrad accumulates the unclipped gradient, and norms and scales are those of complete rows
+            with the wide weight.
+        absent_rows: treatment of absent rows under "adam". A row is absent if its id does not occur in the batch. In
+            the algorithm of the paper, L2 and momentum move every row at every step. "replay", the default, computes
+            this algorithm: a row takes the steps that it missed when it is next needed. "dense" computes the same at
+            once, at the cost of the whole table. "lazy" skips the missed steps.
+        base_batch_size: batch size at which embedding_lr, dense_lr, l2, betas and eps were chosen.
+        scaling: rule that converts these values to train.batch_size; "none" keeps them. "half_life" is the default, and
+            "cowclip" is the rule of the CowClip paper. docs/large_batch.md compares the rules.
+        embedding_lr, dense_lr, l2: learning rates of tables and network, and coefficient of L2, at the base batch size.
+            embedding_lr is by default 2e-3 at batch 1,024; Adam's with more than 2,000,000 training samples is 2e-3 *
+            sqrt(2,000,000 / samples). l2 applies to embeddings, wide weights and the linear part of the dense features.
+            It is by default 20 * (train.epochs - 1, at most 2) / (training samples), between 1e-6 and 1e-2, and 1e-6
+            for a stream.
+        embedding_lr_factors: factors of the learning rate of single tables, embeddings and wide weights, such as
+            `{ city = 0.5 }`, by the name of their field, or of the table that fields share. 0 freezes a table. Scaling,
+            warm-up and lr_decay of embedding_lr come before the factor.
+        weight_decay: decoupled weight decay of the tables (AdamW), embeddings and wide weights. Each step also
+            multiplies all rows by ``1 - lr * weight_decay``; with optimizer.absent_rows = "lazy", only the rows of the
+            batch. The decay is not part of the gradient and is not clipped. Needs optimizer.embedding = "adam".
+        dense_weight_decay: decoupled weight decay of all parameters of the network, biases included. Both decays are
+            values at the base batch size. The scaling rules keep the decay for each sample.
         cross_l2: coefficient of the squares of the parameters of cross layers, CIN and AutoInt; not scaled.
-        wide: optimizer of the wide weights. "ftrl" is FTRL-Proximal (McMahan et al. 2013) without L1: a weight's own
-            rate falls as its id occurs. L2, weight decay and lr_decay do not apply to it. It suits ids that keep
-            coming, as online. Needs optimizer.embedding = "adam".
-        wide_alpha: rate of FTRL at every batch size: a weight's first step is ``wide_alpha * g / (1 + |g|)``, where g
-            is its gradient of the sum of the batch's losses.
-        warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
+        wide: optimizer of the wide weights. "ftrl" is FTRL-Proximal (McMahan et al. 2013) without L1, which is Adagrad:
+            the rate of a weight falls as its id occurs. L2, weight decay and lr_decay do not apply to it. It suits ids
+            that keep arriving, as online. Needs optimizer.embedding = "adam".
+        wide_alpha: learning rate of FTRL at every batch size. The first step of a weight is
+            ``wide_alpha * g / (1 + |g|)``, where g is the gradient of the sum of the batch's losses.
+        warmup_epochs: number of epochs over which the learning rate of the network rises linearly from 1e-8.
         lr_decay: how both learning rates fall. "linear" and "cosine": to 0 over train.epochs, in a straight line or
-            half a wave. A number of epochs: to a tenth after every so many epochs. "none": they stay, as published. By
-            default "linear" from 100,000 training samples and 100 steps on for Adam, if neither embedding_lr nor
-            train.patience is set; else "none". Neither this nor the warm-up has an effect online.
-        betas, eps, adam_epsilon: Adam's values, dense and embedding, betas and eps at the base batch size;
-            `adam_epsilon` selects the position of eps in the formula ("torch" or "keras").
-        embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.
+            half a cosine wave. A number: to a tenth after every so many epochs. "none": they stay constant, as in the
+            paper. The default is "linear" for Adam from 100,000 training samples and 100 steps on, if neither
+            embedding_lr nor train.patience is set, and otherwise "none". A stream has no epochs, so decay and warm-up
+            have no effect online.
+        betas, eps, adam_epsilon: values of Adam, for the network and for the tables. betas and eps are values at the
+            base batch size. `adam_epsilon` selects the position of eps in the formula ("torch" or "keras").
+        embedding_init_std: standard deviation of the initial values of the tables. Wide weights start at 0.
     """
 
     embedding: Literal["adam", "rowwise_adagrad", "adagrad", "sgd", "fbgemm_adam", "fbgemm_cowclip"] = "adam"
@@ -287,13 +299,15 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ClipConfig:
-    """`[clip]`: the rule for the embedding rows; it accepts its own values only, and "none" ignores all values.
+    """`[clip]`: the rule that bounds the gradients of embedding rows.
 
     Attributes:
-        rule: one of the clip rules. "field", "adaptive_field" and "global" take the norm over the batch's rows, or over
-            all rows with optimizer.absent_rows = "dense"; they cannot be combined with "replay".
-        r, zeta, bound, max_norm: values of the rule at optimizer.base_batch_size; optimizer.scaling scales them to
-            train.batch_size. max_norm is the threshold of "constant", "field" and "global".
+        rule: clip rule. "field", "adaptive_field" and "global" take the norm over the rows of the batch, or over all
+            rows with optimizer.absent_rows = "dense". They cannot be combined with "replay".
+        r, zeta, bound, max_norm: values of the rule at optimizer.base_batch_size, which optimizer.scaling converts to
+            train.batch_size. r is the share of a row's weight norm that one occurrence may move, and zeta the floor of
+            that limit. bound belongs to "cowclip_reference", whose form of the limit is in docs/algorithm.md. max_norm
+            is the threshold of "constant", "field" and "global".
     """
 
     rule: str = "cowclip"
@@ -327,35 +341,40 @@ class ClipConfig:
 
 @dataclass(frozen=True)
 class OnlineConfig:
-    """`[online]`; values such as "90s", "12h" or "30d" are sample time, keys in seconds are wall-clock time.
+    """`[online]`: training on a stream. Values such as "90s" or "30d" are sample time; `_seconds` are wall-clock time.
 
     Attributes:
         lateness: sample time to wait for older samples, so that samples can be put in order.
-        late: treatment of a sample that arrives even later: leave it out ("drop"), or train on it on arrival ("train");
-            it is counted in both cases.
-        duplicates_window: number of latest samples whose `sample_id` is remembered; a repeated sample is left out.
-        ahead: a sample whose time is further ahead of this machine's clock is malformed, since it would make all others
-            late and expire ids; so is a data set with one, on a local disk, under id_table.expire_after or window.
-            Empty: no limit.
-        max_wait_seconds: time without a new sample after which a partial batch is trained on; 0: never.
+        late: treatment of a sample that arrives even later: "drop" leaves it out, and "train" trains on it on arrival.
+            The sample is counted in both cases.
+        duplicates_window: number of latest samples whose `sample_id` is remembered. A repeated sample is left out.
+        ahead: largest time by which a sample may be ahead of this machine's clock. A sample beyond it is malformed,
+            because it would make all others late and expire ids. A data set on a local disk with such a sample is
+            refused under id_table.expire_after or window. Empty: no limit.
+        max_wait_seconds: seconds without a new sample after which a partial batch is trained on; 0: never.
         window: sample time over which progressive AUC, logloss and calibration are computed.
-        snapshot_seconds: time between two checkpoints.
-        on_nonfinite: at a batch whose loss or gradient is not finite, or so large that moments would overflow: "skip"
-            it and save its samples in the run's folder `quarantine`; or "stop". Ten such batches in a row end the run.
-        report_seconds: time between two reports of what arrived, with warnings of samples that were left out.
-        max_malformed_share: largest share of malformed samples among the last 1,000 and those that arrive; 1: any.
-        on_malformed: beyond that share, "wait", which takes no further sample, keeps the position and asks again every
-            ten seconds, or "stop", which ends the run.
-        malformed_file_bytes: size at which `malformed.jsonl`, the run's file of malformed samples, becomes
-            `malformed.jsonl.1`, and what was that is removed; 0: no limit.
-        damaged_files: at a file of the source that cannot be read, "stop", or "skip" it with a warning.
+        snapshot_seconds: seconds between two checkpoints.
+        on_nonfinite: what happens at a batch whose loss or gradient is not finite, or so large that moments would
+            overflow. "skip" leaves the batch out and saves its samples in the folder `quarantine` of the run. "stop"
+            ends the run. Ten such batches in a row always end the run.
+        report_seconds: seconds between two reports of what arrived, also while nothing is trained on. The report warns
+            of samples that were left out.
+        max_malformed_share: largest share of malformed samples among the last 1,000 samples and those that arrive; 1:
+            any share.
+        on_malformed: what happens beyond that share. "wait" takes no further sample, keeps the position and looks again
+            every ten seconds. "stop" ends the run.
+        malformed_file_bytes: size in bytes at which `malformed.jsonl`, the run's file of malformed samples, is renamed
+            to `malformed.jsonl.1`, which replaces the previous one; 0: no limit.
+        damaged_files: what happens at a file of the source that cannot be read: "stop" ends the run, and "skip" leaves
+            the file out with a warning.
         metrics_port: port on which Prometheus reads the metrics of the run; 0: none.
-        metrics_file_bytes: size at which `metrics.jsonl` replaces `metrics.jsonl.1`; 0: no limit.
-        metrics_host: address to listen on; by default the loopback address, which other machines cannot reach.
-        publish_seconds: time between two publications of rows.
-        dense_seconds: time between two publications of the dense weights.
-        keep_full_versions: number of full versions that a publication keeps, with the deltas after the oldest of them,
-            to which `cowrec versions --republish` can go back.
+        metrics_file_bytes: size in bytes at which `metrics.jsonl` is renamed to `metrics.jsonl.1`, which replaces the
+            previous one; 0: no limit.
+        metrics_host: address of that port; by default the loopback address, which other machines cannot reach.
+        publish_seconds: seconds between two publications of rows.
+        dense_seconds: seconds between two publications of the dense weights.
+        keep_full_versions: number of full versions that a publication keeps, with the deltas after the oldest of them.
+            `cowrec versions --republish` goes back to any of these.
     """
 
     lateness: str = ""
@@ -429,18 +448,20 @@ class IdConfig:
     """`[id_table]`: settings of all tables; `[id_table.tables.NAME]` overrides them for one table.
 
     Attributes:
-        kind: "rows" uses the row numbers of the data; "hash" maps an id to row ``hash(id) % capacity``, which several
-            ids may share; "collisionless" gives every id its own row until the id is evicted or expires.
-        capacity: rows for ids in a table, without the two reserved rows.
-        when_full: ids that a full collisionless table evicts: those not seen for longest ("oldest"), those seen least
-            often ("least_frequent"), or none ("refuse": new ids use the row of unknown ids).
-        admission: when a new id gets a row: at once ("none"), once it has been counted `threshold` times within
-            `window` ("count"), or at each occurrence with Monolith's probability 1 - 0.05^(1 / threshold)
-            ("probabilistic"). Until then it uses the row of unknown ids.
-        threshold: see `admission`; at most 65,535.
-        window: sample time after which a count expires on a stream, such as "7d"; empty: never.
-        expire_after: sample time after which an id that was not seen is unknown, such as "30d", and loses its row on a
-            stream; empty: never.
+        kind: how ids become rows. "rows": the ids of the data are row numbers. "hash": an id has row
+            ``hash(id) % capacity``, which several ids may share. "collisionless": every id has a row of its own until
+            the id is evicted or expires.
+        capacity: number of rows for ids in a table, without the two reserved rows.
+        when_full: ids that a full collisionless table evicts: "oldest" evicts the ids that were not seen for longest,
+            and "least_frequent" those that were seen least often. "refuse" evicts none; new ids then use the row of
+            unknown ids.
+        admission: when a new id gets a row. "none": at once. "count": once it was counted `threshold` times within
+            `window`. "probabilistic": at each occurrence with Monolith's probability 1 - 0.05^(1 / threshold). Until
+            then the id uses the row of unknown ids.
+        threshold: number of occurrences that `admission` takes, at most 65,535.
+        window: sample time after which a count of admission expires on a stream, such as "7d"; empty: never.
+        expire_after: sample time without an occurrence after which an id is unknown, such as "30d". On a stream the id
+            then loses its row. Empty: never.
         tables: settings of single tables, by the name of their field, or by any name for fields that share a table.
     """
 
