@@ -38,7 +38,7 @@ help:
 	@echo 'make clean        remove .venv, build leftovers and caches; your runs and data stay'
 
 demo: $(READY)
-	@$(BIN)/python scripts/demo.py
+	@$(BIN)/cowrec demo
 
 # Linters and tests side by side: mypy takes a core for a minute or two.
 test: $(READY)

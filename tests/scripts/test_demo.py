@@ -1,4 +1,4 @@
-"""`scripts/demo.py` on few samples, and the example of CowClip in a TorchRec job in one process and two."""
+"""`cowrec demo` on few samples, and the example of CowClip in a TorchRec job in one process and two."""
 
 import dataclasses
 import json
@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from cowrec.data_pipeline import SynthesizeConfig
+from cowrec.trainer.cli.demo import demo
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import OptimizerConfig
 from cowrec.trainer.reports.plotting import plt
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def alike(config: RunConfig) -> RunConfig:
@@ -26,8 +29,7 @@ def alike(config: RunConfig) -> RunConfig:
 
 
 def test_runs_summary_table_and_plot(tmp_path: Path) -> None:
-    from scripts.demo import demo  # which prepares the process
-
+    (tmp_path / ".demo").touch()
     (tmp_path / "small_batch").mkdir()
     (tmp_path / "small_batch" / "earlier").touch()
     rows = 2 * 4096 + 1
@@ -50,9 +52,9 @@ def test_runs_summary_table_and_plot(tmp_path: Path) -> None:
     assert configs[0].optimizer.base_batch_size == small["batch_size"]
 
     head, *lines = printed.strip().split("\n\n")[0].splitlines()
-    assert head.split()[:4] == ["run", "batch", "rule", "epochs"]
+    assert head.split()[:4] == ["run", "batch", "rule", "steps"]
     for line, shown in zip(large, lines[1:], strict=True):
-        assert [f"{100 * (line['auc'] - small['auc']):+.2f}", f"{line['logloss']:.4f}"] == shown.split()[-3:-1]
+        assert [f"{line['auc'] - small['auc']:+.4f}", f"{line['logloss']:.4f}"] == shown.split()[-2:]
         assert f"  {line['scaling']}  " in shown
     assert min(plt.imread(tmp_path / "demo.png").shape[:2]) > 400
 
@@ -61,17 +63,16 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     mine = tmp_path / "data" / "clicks" / "mine.parquet"
     mine.parent.mkdir(parents=True)
     mine.touch()
-    for script in ("demo.py", "online_demo.py"):
-        program = Path(__file__).resolve().parents[2] / "scripts" / script
+    for program in (["-m", "cowrec.trainer", "demo"], [SCRIPTS / "online_demo.py"]):
         ended = subprocess.run(
-            [sys.executable, program, "--output", tmp_path], capture_output=True, text=True, check=False
+            [sys.executable, *program, "--output", tmp_path], capture_output=True, text=True, check=False
         )
         assert ended.returncode == 2
         assert f"{tmp_path} is not empty" in ended.stderr
         assert list(tmp_path.rglob("*")) == [tmp_path / "data", mine.parent, mine]
 
 
-SCRIPT = str(Path(__file__).resolve().parents[2] / "scripts" / "torchrec_dlrm_example.py")
+SCRIPT = str(SCRIPTS / "torchrec_dlrm_example.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Use the loopback interface regardless of the host name; one thread per process suffices.
 ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
