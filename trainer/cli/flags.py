@@ -130,24 +130,24 @@ LogForm = Annotated[
 ]
 
 
-def load_run(config: Path, overrides: list[str] | None, data: str | None) -> tuple[Any, Path]:
+def load_run(config: Path | None, overrides: list[str] | None, data: str | None) -> tuple[Any, Path]:
     """Loads a run's configuration; also returns its data set. Raises ValueError if one is missing or wrong."""
     from ..config.run import load_config
     from ..runs.local_copy import local_data
 
     loaded = load_config(config, overrides or ())
     if data is None and not loaded.data.dir:
-        raise UserError("no data set: pass --data DIR or set data.dir in the TOML")
+        raise UserError("no data set: pass --data DIR or set data.dir in the run's TOML file")
     return loaded, local_data(data or loaded.data.dir)
 
 
-def new_run_dir(config: Path, resume: bool) -> Path:
-    """Default folder of a run. Raises ValueError if the run needs a named one."""
+def new_run_dir(named: Path, resume: bool) -> Path:
+    """Default folder of a run of that configuration or data set. Raises ValueError if the run needs a named one."""
     if launched_world_size() > 1:
         raise UserError("pass --run-dir under torchrun, so that all processes agree on it")
     if resume:
         raise UserError("--resume continues a run; name it with --run-dir")
-    return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    return Path("runs") / f"{named.stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:

@@ -59,7 +59,7 @@ def init(
 
 @app.command()
 def train(
-    config: RunToml,
+    config: Annotated[Path | None, typer.Argument(help="The run's TOML file. [the defaults]")] = None,
     data: TrainData = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
@@ -67,14 +67,15 @@ def train(
 ) -> None:
     """Trains a model on a prepared data set. train.batch_size is the global batch, over all processes.
 
-    Example: `cowrec train run.toml --data data/criteo --set train.batch_size=131072`
+    Example: `cowrec train --data data/clicks --set train.batch_size=8K`, with the default settings, or
+    `cowrec train run.toml --data data/clicks --run-dir runs/clicks`
 
     Several GPUs: `torchrun --nproc-per-node 8 -m cowrec.trainer train CONFIG.toml --data DIR --run-dir RUN`
     """
     from ..training.trainer import train as run
 
     loaded, data_dir = load_run(config, overrides, data)
-    folder = run_dir or str(new_run_dir(config, resume))
+    folder = run_dir or str(new_run_dir(config or data_dir, resume))
     report = run(loaded, data_dir, folder, resume=resume)
     if launched_rank() == 0:
         print(_summary(report, folder))
