@@ -239,34 +239,45 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> Path:
-    """Plots samples/s with quartiles by batch size; solid lines: full algorithm, dashed: partial."""
-    figure, axis = plt.subplots(figsize=(8, 5.5), layout="constrained")
-    for number, name in enumerate(dict.fromkeys(line["implementation"] for line in lines)):
-        own = [line for line in lines if line["implementation"] == name]
-        full = DOES[name] == PARTS
-        axis.errorbar(
-            [line["batch_size"] for line in own],
-            [line[_SPEED] for line in own],
-            [[abs(line[_SPEED] - line[f"{_SPEED}_quartiles"][end]) for line in own] for end in (0, 1)],
-            color=f"C{number}",
-            marker="o" if full else "s",
-            mfc=None if full else "white",
-            ls="-" if full else "--",
-            capsize=3,
-            label=name,
-        )
+    """Plots bars of samples/s at the largest batch size up to 8,192, with quartiles, in groups of the same work."""
     sizes = sorted({line["batch_size"] for line in lines})
-    axis.set_xscale("log", base=2)
-    axis.set_ylim(bottom=0)
-    axis.set_xticks(sizes, [size_name(size) for size in sizes], minor=False)
-    axis.set(xlabel="batch size", ylabel="training samples per second, median and quartiles")
-    machine = f"{lines[0]['device']}, {lines[0]['threads']} threads"
-    axis.set_title(f"DeepFM, {machine}\nSolid: full algorithm. Dashed: partial")
-    axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=130)
+    size = max((size for size in sizes if size <= 8192), default=sizes[0])
+    shown = [line for line in lines if line["batch_size"] == size]
+    figure, axis = plt.subplots(figsize=(8.3, 4.6), layout="constrained")
+    place, names = 0.0, {}
+    for work, of_group in itertools.groupby(sorted(shown, key=lambda line: _WORK.index(work_of(line))), work_of):
+        axis.text(0, place, work, fontweight="bold", va="center")
+        for line in sorted(of_group, key=lambda line: -line[_SPEED]):
+            place += 1
+            thousands, quartiles = line[_SPEED] / 1000, [quartile / 1000 for quartile in line[f"{_SPEED}_quartiles"]]
+            color = "C0" if line["implementation"] in COWREC else "0.6"
+            spread = [[thousands - quartiles[0]], [quartiles[1] - thousands]]
+            axis.barh([place], [thousands], xerr=spread, color=color, ecolor="0.3", capsize=2, height=0.7)
+            axis.text(quartiles[1], place, f"  {thousands:.0f}", va="center")
+            names[place] = line["implementation"]
+        place += 1.2
+    axis.set(yticks=list(names), yticklabels=list(names.values()), ylim=(place - 0.6, -0.7))
+    axis.spines[["top", "right"]].set_visible(False)
+    versions = {line["versions"]["torch"] for line in shown if line["implementation"] in COWREC}
+    axis.set_xlabel(
+        f"thousands of training samples a second, median and quartiles\nDeepFM at batch {size:,}, {lines[0]['device']},"
+        f" {lines[0]['threads']} threads; cowrec with torch {', '.join(sorted(versions))}"
+    )
+    figure.savefig(path, dpi=150)
     plt.close(figure)
     return path
+
+
+_WORK = (
+    "L2, Adam and the clip on every row",
+    "L2 and Adam on every row, no clip",
+    "Adam on the batch's rows alone, no L2",
+)
+
+
+def work_of(line: dict[str, Any]) -> str:
+    """The group of an implementation, by what it computes."""
+    return _WORK[0 if line["cowclip"] else 1 if line["absent_rows_move"] else 2]
 
 
 def _pythons(names: list[str], venvs: Path) -> tuple[dict[str, str], dict[str, str]]:

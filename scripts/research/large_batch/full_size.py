@@ -1,0 +1,72 @@
+"""Picture of the README: test AUC on 45.8 million synthetic samples, by batch size and scaling rule.
+
+    python scripts/research/large_batch/full_size.py
+
+Reads results/*/full_size/summary.json and writes results/large_batch.png.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cowrec.trainer.reports.plotting import plt
+
+RESULTS = Path(__file__).resolve().parents[3] / "results"
+GROUPS = (
+    (
+        "default settings, after two epochs",
+        [
+            ("batch 512", {"batch_size": 512, "values": "default"}),
+            ("batch 65,536", {"batch_size": 65_536, "values": "default"}),
+            ("batch 131,072", {"batch_size": 131_072, "values": "default"}),
+        ],
+    ),
+    (
+        "values tuned at batch 1,024, after one epoch",
+        [
+            ("batch 1,024", {"rule": "base", "epochs": 1}),
+            ("batch 131,072, half_life (the default)", {"rule": "half_life", "epochs": 1, "clip": "cowclip_reference"}),
+            ("batch 131,072, not scaled", {"rule": "none", "epochs": 1}),
+            ("batch 131,072, the paper's rule", {"rule": "cowclip", "epochs": 1}),
+            ("batch 131,072, linear scaling", {"rule": "linear", "epochs": 1}),
+        ],
+    ),
+)
+
+
+def main() -> None:
+    runs = [run for path in sorted(RESULTS.glob("*/full_size/summary.json")) for run in json.loads(path.read_text())]
+    figure, axis = plt.subplots(figsize=(8.3, 4.2), layout="constrained")
+    place, names = 0.0, {}
+    for title, lines in GROUPS:
+        axis.text(0.731, place, title, fontweight="bold", va="center", fontsize=11)
+        for name, wanted in lines:
+            place += 1
+            auc = only(runs, {"values": "tuned", **wanted})["auc"]
+            color = "C3" if wanted.get("rule") in ("none", "cowclip", "linear") else "C0"
+            axis.plot([0.731, auc], [place, place], color=color, lw=1, alpha=0.4)
+            axis.plot([auc], [place], "o", color=color, markersize=9)
+            axis.text(auc + 0.0007, place, f"{auc:.4f}", va="center", fontsize=11)
+            names[place] = name
+        place += 1.3
+    axis.set(
+        yticks=list(names),
+        yticklabels=list(names.values()),
+        xlim=(0.731, 0.7705),
+        ylim=(place - 0.6, -0.7),
+        xlabel="test AUC",
+    )
+    axis.tick_params(axis="y", labelsize=11, length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    figure.suptitle("Batch 131,072 loses at most 0.0012 of AUC under the default rule, half_life")
+    figure.savefig(RESULTS / "large_batch.png", dpi=150)
+
+
+def only(runs: list[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, Any]:
+    """The one run that has all the wanted values."""
+    (run,) = [run for run in runs if all(run.get(key) == value for key, value in wanted.items())]
+    return run
+
+
+if __name__ == "__main__":
+    main()
