@@ -13,13 +13,19 @@ from .directory import DirectorySource
 from .source import SampleSource
 
 
-def open_source(address: str, *, damaged: Literal["stop", "skip"] = "stop") -> SampleSource:
+def open_source(
+    address: str,
+    *,
+    damaged: Literal["stop", "skip"] = "stop",
+    order: Literal["time", "name"] = "time",
+    grace: float = 30.0,
+) -> SampleSource:
     """Opens the source at an address.
 
     Args:
         address: a folder or file:///folder; redis://host:port/db?stream=NAME, also by Sentinels (see `open_redis`);
             kafka://broker[,broker]/topic, with further librdkafka settings after a "?".
-        damaged: what a folder's source does at a file that cannot be read.
+        damaged, order, grace: of a folder, see `DirectorySource`.
 
     Raises:
         ValueError: the address is of another kind or incomplete, or a package is not installed.
@@ -43,4 +49,4 @@ def open_source(address: str, *, damaged: Literal["stop", "skip"] = "stop") -> S
         return KafkaSource(parts.netloc, topic, options)
     if parts.scheme not in ("", "file"):
         raise UserError(f"{shown}: must be a folder, redis:// or kafka://, got {parts.scheme}://")
-    return DirectorySource(local_path(address), damaged)
+    return DirectorySource(local_path(address), damaged, order, grace)

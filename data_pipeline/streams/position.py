@@ -24,7 +24,7 @@ from ..codec import TIME_COLUMN
 from .reorder import ReorderBuffer
 
 POSITION_FILE, PENDING_FILE, RECENT_FILE = "position.json", "pending.arrow", "recent.arrow"
-FORMAT = 3
+FORMAT = 4
 
 LEFT_OUT = ("malformed", "duplicates", "late", "lost")
 COUNTERS = ("samples", *LEFT_OUT, "bounded", "forced", "flushes", "handed_out", "batches")

@@ -4,7 +4,7 @@ A source returns chunks of consecutive samples with the positions where each chu
 chunk again when given these positions. It does not record how far it was read: `SampleStream` does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ class Chunk:
         lost: samples between the previous chunk and this one that the source deleted before they were read; -1 if the
             source cannot tell how many.
         behind: partitions that have more samples to read, for which the stream's present waits; perhaps this one too.
+        forgotten: partitions that are never read again, whose positions need not be kept.
     """
 
     partition: str
@@ -36,6 +37,7 @@ class Chunk:
     samples: Sequence[bytes] | pa.Table
     lost: int = 0
     behind: Sequence[str] = ()
+    forgotten: Collection[str] = ()
 
     def __len__(self) -> int:
         return self.samples.num_rows if isinstance(self.samples, pa.Table) else len(self.samples)

@@ -26,11 +26,11 @@ new samples. Without a journal no sample is lost or repeated either, but samples
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -309,10 +309,10 @@ class SampleStream:
             table, times = table.filter(pa.array(~late)), times[~late]
         return dataclasses.replace(
             state,
-            partitions={**state.partitions, chunk.partition: chunk.end},
+            partitions=_without(state.partitions, chunk.forgotten) | {chunk.partition: chunk.end},
             entry=state.entry + 1,
             present=followed.after,
-            newest={**state.newest, chunk.partition: followed.newest},
+            newest=_without(state.newest, chunk.forgotten) | {chunk.partition: followed.newest},
             waiting=state.waiting.add(table.combine_chunks(), times),
             recent=self._recent.parts if self._recent else state.recent,
             counters=state.counted(
@@ -339,3 +339,7 @@ class SampleStream:
             others=list(others.values()),
             has_backlog=bool(behind),
         )
+
+
+def _without(each: Mapping[str, Any], forgotten: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in each.items() if name not in forgotten} if forgotten else dict(each)

@@ -25,8 +25,8 @@ def test_alerts_use_metrics_that_exist() -> None:
     used = set(re.findall(r"\bcowrec_\w+", (DEPLOY / "alerts.yaml").read_text()))
     assert len(used) > 5
     assert used <= exposed
-    for kinds in re.findall(r'kind=~?."?([a-z|]+)', (DEPLOY / "alerts.yaml").read_text()):
-        assert set(kinds.split("|")) <= set(STREAM_COUNTERS)
+    for kinds in re.findall(r'kind=~?."?([a-z_|]+)', (DEPLOY / "alerts.yaml").read_text()):
+        assert set(kinds.split("|")) <= {*STREAM_COUNTERS, "late_files", "damaged_files"}
 
 
 def test_alerts_compare_series_that_have_the_same_labels() -> None:

@@ -365,8 +365,12 @@ class OnlineConfig:
             every ten seconds. "stop" ends the run.
         malformed_file_bytes: size in bytes at which `malformed.jsonl`, the run's file of malformed samples, is renamed
             to `malformed.jsonl.1`, which replaces the previous one; 0: no limit.
-        damaged_files: what happens at a file of the source that cannot be read: "stop" ends the run, and "skip" leaves
-            the file out with a warning.
+        file_order: order in which files of a source are read. "time" is that of their modification times. "name" is
+            that of their names, which a copy of the folder repeats exactly.
+        file_grace_seconds: seconds since a file of the source was last written to, in which an unreadable file is
+            waited for.
+        damaged_files: what happens at a file of the source that cannot be read after that: "stop" ends the run, and
+            "skip" leaves the file out with a warning.
         metrics_port: port on which Prometheus reads the metrics of the run; 0: none.
         metrics_file_bytes: size in bytes at which `metrics.jsonl` is renamed to `metrics.jsonl.1`, which replaces the
             previous one; 0: no limit.
@@ -389,6 +393,8 @@ class OnlineConfig:
     max_malformed_share: float = 1.0
     on_malformed: Literal["wait", "stop"] = "wait"
     malformed_file_bytes: int = 64 << 20
+    file_order: Literal["time", "name"] = "time"
+    file_grace_seconds: float = 30.0
     damaged_files: Literal["stop", "skip"] = "stop"
     metrics_port: int = 0
     metrics_file_bytes: int = 64 << 20
@@ -404,7 +410,7 @@ class OnlineConfig:
         require("online.metrics_port", self.metrics_port, 0 <= self.metrics_port < 1 << 16, "between 0 and 65535")
         share = self.max_malformed_share
         require("online.max_malformed_share", share, 0 <= share <= 1, "between 0 and 1")
-        require_at_least("online", self, "malformed_file_bytes")
+        require_at_least("online", self, "malformed_file_bytes file_grace_seconds")
         require_at_least("online", self, "duplicates_window metrics_file_bytes max_wait_seconds snapshot_seconds")
         require_at_least("online", self, "report_seconds publish_seconds dense_seconds")
         if self.keep_full_versions < 2:

@@ -110,7 +110,10 @@ class _OnlineTrainer:
         self._journal_begin = 0
 
     def open_source(self, source: str) -> None:
-        self.source = open_source(source, damaged=self.config.online.damaged_files)  # the stream closes it
+        online = self.config.online
+        self.source = open_source(  # the stream closes it
+            source, damaged=online.damaged_files, order=online.file_order, grace=online.file_grace_seconds
+        )
 
     def follow(self, publish: str | None, resume: bool) -> dict[str, Any]:
         """Runs from the first sample, or from the newest checkpoint, to the end of the stream."""

@@ -1,5 +1,7 @@
 """Sources: a folder filled meanwhile, a real Redis that is killed; what is sent to a folder."""
 
+import os
+import random
 import re
 import signal
 import threading
@@ -58,7 +60,7 @@ def test_a_folder_filled_meanwhile(tmp_path, codec):
 def test_a_late_file_is_counted_and_not_read(tmp_path, caplog):
     for name in ("b.arrow", "d.parquet"):
         write_file(tmp_path, name, [sample(ord(name[0]), 1)])
-    source = open_source(str(tmp_path))
+    source = open_source(str(tmp_path), order="name")
     assert contents(polled(source, 2)) == [ord("b"), ord("d")]
     write_file(tmp_path, "c.arrow", [sample(3, 1)])
     write_file(tmp_path, "e.arrow", [sample(5, 1)])
@@ -78,14 +80,68 @@ def test_an_empty_file_is_skipped_and_a_damaged_one_stops_the_source_or_is_skipp
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and no more")
     (tmp_path / "c.arrow").write_bytes(b"")
     write_file(tmp_path, "d.arrow", [sample(2, 1)])
-    source = open_source(str(tmp_path))
+    source = open_source(str(tmp_path), grace=0)
     polled(source, 1)
     with pytest.raises(ValueError, match=r"b\.parquet cannot be read"):
         source.poll(10, 0)
-    source = open_source(str(tmp_path), damaged="skip")
+    source = open_source(str(tmp_path), damaged="skip", grace=0)
     assert contents(polled(source, 2)) == [1, 2]
     assert source.counters["damaged_files"] == 2
     assert "b.parquet cannot be read and is skipped" in caplog.text
+
+
+def test_files_named_by_uuids_are_read_once_in_the_order_of_time(tmp_path, codec, monkeypatch):
+    """Also in folders, after a restart, and if one appears that was written before those that were read."""
+    monkeypatch.setattr("cowrec.data_pipeline.streams.directory.REMEMBERED", 12)
+    chance, folder = random.Random(5), tmp_path / "in"
+
+    def write(number, written):
+        day = folder / f"dt={number % 3}"
+        day.mkdir(parents=True, exist_ok=True)
+        path = day / f"part-{chance.getrandbits(64):x}.parquet"
+        write_file(day, path.name, numbered(3 * number, 3 * number + 3))
+        os.utime(path, (written, written))
+
+    def opened(**options):
+        return SampleStream(open_source(str(folder)), codec, batch_size=3, lateness_seconds=999, **options)
+
+    for number in range(10):
+        write(number, 1000 + number)
+    (folder / "_temporary").mkdir()
+    write_file(folder / "_temporary", "a.parquet", numbered(7))
+    stream = opened(max_wait_seconds=1e-9, journal=tmp_path / "journal")
+    batches = batches_of(stream, 30)
+    assert all_numbers(batches) == list(range(30))
+    (tmp_path / "snapshot").mkdir()
+    batches[4].end.save(tmp_path / "snapshot")
+    write(10, 1003)
+    write(11, 1020)
+    again = opened(journal=tmp_path / "journal", position=Position.load(tmp_path / "snapshot"), max_wait_seconds=1e-9)
+    assert returned(again, 21) == list(range(15, 36))
+    for number in range(12, 17):  # more than are remembered
+        write(number, 1100 + number)
+    assert returned(again, 15) == list(range(36, 51))
+    assert len(again.position.partitions) == len(again.position.newest) <= 17 - 1
+    write(17, 1000)
+    assert again.next_batch(0.2) is None
+    assert again.counters["late_files"] == 1
+
+
+def test_a_file_that_is_still_written_is_waited_for(tmp_path):
+    """A copy in place is damaged until it is complete; later files and the end wait with it."""
+    write_file(tmp_path, "b.parquet", numbered(5))
+    content = (tmp_path / "b.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(content[:-9])
+    source = open_source(str(tmp_path))
+    write_file(tmp_path, "c.parquet", numbered(5, 8))
+    (tmp_path / END).touch()
+    assert source.poll(10, 0.1) is None
+    assert not source.ended
+    (tmp_path / "b.parquet").write_bytes(content)
+    assert sorted(contents(polled(source, 8))) == list(range(8))
+    assert source.poll(10, 0) is None
+    assert source.ended
+    assert source.counters == {"late_files": 0, "damaged_files": 0}
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +205,11 @@ def test_chunks_are_bounded_in_bytes(kind, limit, server, tmp_path, monkeypatch)
         write_file(tmp_path, "a.parquet", samples)
         source = open_source(str(tmp_path))
     chunks = polled(source, 200)
-    assert contents(chunks) == contents(source.read("", each.start, each.end) for each in chunks) == list(range(200))
+    assert (
+        contents(chunks)
+        == contents(source.read(each.partition, each.start, each.end) for each in chunks)
+        == list(range(200))
+    )
     sizes = [each.samples.nbytes if kind == "folder" else sum(map(len, each.samples)) for each in chunks]
     assert [len(each) for each, size in zip(chunks, sizes, strict=True) if size > limit] == [1]
     assert len(chunks) < 180
