@@ -211,6 +211,13 @@ def serve(
     timeout_ms: Annotated[
         float, typer.Option(help="Time from a request's arrival to its prediction; a request may ask for less.")
     ] = 1000.0,
+    max_requests: Annotated[int, count_flag("Most requests that have arrived and wait; others get 503.")] = 256,
+    max_connections: Annotated[
+        int, count_flag("Most open connections; further ones get 503, but /livez, /readyz, /metrics.")
+    ] = 2048,
+    max_header_bytes: Annotated[int, count_flag("Most bytes of a request's headers.")] = 32 << 10,
+    request_seconds: Annotated[float, typer.Option(help="Time for a request's headers or body to arrive.")] = 10.0,
+    idle_seconds: Annotated[float, typer.Option(help="Time until a connection without a request is closed.")] = 75.0,
     log_format: LogForm = "text",
 ) -> None:
     """Serves predictions over HTTP: POST /predict, GET /livez, /readyz, /metrics (Prometheus).
@@ -232,7 +239,9 @@ def serve(
         raise UserError(f"serve requires {error.name}, which is not installed: {remedy}") from error
 
     show_log(log_format, "%(asctime)s cowrec: %(message)s")
-    limits = Limits(max_samples, timeout_ms)
+    limits = Limits(
+        max_samples, timeout_ms, max_requests, request_seconds, max_connections, idle_seconds, max_header_bytes
+    )
     model = local_copy(export_dir, "export")
     run(model, follow, host=host, port=port, health_port=health_port, limits=limits, max_age=max_age)
 

@@ -18,6 +18,8 @@ GAUGES = {
     "model_age_seconds": "Now minus the newest sample time.",
     "last_delta_age_seconds": "Time since a published version was last applied.",
     "following": "1 if a publication target is followed without problems.",
+    "open_connections": "Open connections, also those of the health port.",
+    "queued_requests": "Requests that have arrived and wait for their predictions.",
     "resident_ids": "Ids that have a row.",
 }
 COUNTERS = {

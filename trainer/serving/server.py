@@ -1,6 +1,6 @@
 """HTTP server of a prediction service: POST /predict, GET /livez, /readyz and /metrics.
 
-Slow clients, long headers and TLS are a proxy's in front of it; scripts/deploy has a configuration of nginx.
+TLS and clients that read slowly are a proxy's in front of it; scripts/deploy has a configuration of nginx.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import torch
@@ -28,6 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Lifespan
 
+from .connections import SPARE, BoundedConnection
 from .request_samples import Rejected, SharedProblem, samples_of
 from .service import Late, Limits, Service
 
@@ -66,7 +67,8 @@ def serve(
     if health:
         logger.info("listening on %s: GET /livez, /readyz, /metrics", _shown(health))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is an open file
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(service.limits.connections + 512, hard)), hard))
+    wanted = service.limits.connections + SPARE + 512
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(wanted, hard)), hard))
     # Batches are small, and torch's threads would wait for cores that are busy with the HTTP of other requests.
     torch.set_num_threads(1)
     with _health_server(service, health) if health else nullcontext():
@@ -78,7 +80,7 @@ def serve(
             else:
                 logger.info("listening on %s: %s", _shown(listener), routes)
 
-        server = http_server(service_app(service, loaded), service.limits)
+        server = http_server(service_app(service, loaded), service)
         # uvicorn raises the signal again after its shutdown; ending by SIGTERM should exit with 0.
         signal.signal(signal.SIGTERM, lambda *_: None)
         with torch.inference_mode():  # entering it takes as long as several operations of a prediction
@@ -125,21 +127,27 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def http_server(app: Starlette, limits: Limits) -> uvicorn.Server:
-    """Creates the server of an application."""
+def http_server(app: Starlette, service: Service) -> uvicorn.Server:
+    """Creates the server of an application, within the limits of a service."""
+
+    def connection(**given: Any) -> asyncio.Protocol:
+        return BoundedConnection(service.limits, lambda reason: service.metrics.rejected.labels(reason).inc(), **given)
+
     config = uvicorn.Config(
         app,
+        http=cast("type[asyncio.Protocol]", connection),
         ws="none",
         log_level="error",  # a warning for each bad request would let clients fill the log
         access_log=False,
         log_config=None,  # its errors go where those of all libraries do
-        limit_concurrency=limits.connections,
         timeout_graceful_shutdown=10,
-        timeout_keep_alive=75,  # longer than proxies keep a connection, so that they close it and not the server
+        timeout_keep_alive=service.limits.idle_seconds,  # type: ignore[arg-type]  # it takes any number of seconds
         server_header=False,
         proxy_headers=False,
     )
-    return _Server(config)
+    server = _Server(config)
+    service.open_connections.append(server.server_state.connections)
+    return server
 
 
 async def _predict(service: Service, request: Request) -> Response:
@@ -252,7 +260,7 @@ def _json(status: int, content: Mapping[str, Any], headers: Mapping[str, str] | 
 @contextmanager
 def _health_server(service: Service, listener: socket.socket) -> Iterator[None]:
     """Answers all requests but predictions in a thread, however busy the thread of predictions is."""
-    server = http_server(_app(_health_routes(service)), service.limits)
+    server = http_server(_app(_health_routes(service)), service)
     thread = threading.Thread(target=server.run, args=([listener],), name="cowrec-health", daemon=True)
     thread.start()
     yield

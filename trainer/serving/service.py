@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,11 @@ class Limits:
         timeout_ms: milliseconds from the arrival of a request to its prediction; a request that has waited longer is
             refused, and not computed.
         concurrent_requests: largest number of requests that have arrived and wait for their result.
-        request_seconds: time for the body of a request to arrive.
-        connections: largest number of open connections.
+        request_seconds: time for the headers of a request to arrive, and for the body.
+        connections: largest number of open connections; further ones get one refusal each, and answers about health.
+        idle_seconds: time after which a connection without a request is closed, longer than proxies keep one, so that
+            they close it and not the server.
+        header_bytes: largest size of the headers of a request.
     """
 
     samples: int = 1000
@@ -57,6 +60,8 @@ class Limits:
     concurrent_requests: int = 256
     request_seconds: float = 10.0
     connections: int = 2048
+    idle_seconds: float = 75.0
+    header_bytes: int = 32 << 10
 
     @property
     def request_bytes(self) -> int:
@@ -79,6 +84,7 @@ class Service:
     Attributes:
         loaded: whether the model is loaded and compiled.
         failure: exception raised while it was loaded, if any.
+        open_connections: open connections of each server of the service.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class Service:
         self.limits, self._max_age = limits or Limits(), max_age
         self.metrics = ServiceMetrics(self._values, lambda: self._model.unknown_by_field() if self.loaded else {})
         self._predicted = 0
+        self.open_connections = list[Sized]()
         self.loaded = False
         self.failure: Exception | None = None
         self._export_dir = export_dir
@@ -211,6 +218,8 @@ class Service:
             "model_age_seconds": _seconds_since(self._model.state.sample_time if self.loaded else None),
             "last_delta_age_seconds": _seconds_since(follower.applied_time if follower else None),
             "following": float(follower is not None and not follower.problem),
+            "open_connections": sum(map(len, self.open_connections)),
+            "queued_requests": self.batcher.calls,
         }
         if not self.loaded:
             return ages

@@ -362,6 +362,74 @@ def test_requests_beyond_the_concurrency_limit_are_refused(limited: Limited) -> 
         each.close()
 
 
+def test_a_connection_beyond_the_limit_is_refused_alone_and_silent_ones_are_closed(folder: Path) -> None:
+    """Those opened before it are served, and health is always answered."""
+    limits = Limits(timeout_ms=1000 * DEADLINE, connections=4, idle_seconds=1.0)
+    with serving_here(folder / "export", limits) as (client, _):
+        first, *silent = connected(client, 4)
+        wait_for(lambda: client.metrics()["cowrec_open_connections"] == 5)
+        for each in connected(client, 1):
+            each.sendall(post(GOOD))
+            refusal = "4 connections are open, which is the limit; retry later"
+            assert answer_of(each) == (503, True, True, refusal)
+            each.close()
+        for path in ("/livez", "/readyz", "/metrics"):
+            assert client.ask("GET", path)[0] == 200
+        first.sendall(post(GOOD))
+        assert answer_of(first)[0] == 200
+        assert client.metrics()["cowrec_rejected_requests_total{reason=connections}"] == 1
+        assert [each.recv(1) for each in silent] == [b""] * 3
+        assert client.predict(GOOD)[0] == 200
+        for each in (first, *silent):
+            each.close()
+
+
+def test_connections_far_beyond_the_limit_are_closed_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cowrec.trainer.serving.connections.SPARE", 2)
+    with serving_here(folder / "export", Limits(connections=1)) as (client, _):
+        kept = connected(client, 3)
+        wait_for(lambda: _is_closed(client))
+        assert not any(map(_has_ended, kept))
+        for each in kept:
+            each.close()
+        wait_for(lambda: client.metrics()["cowrec_open_connections"] == 1)
+
+
+def _is_closed(client: Client) -> bool:
+    """Whether a new connection is closed at once."""
+    (connection,) = connected(client, 1)
+    with connection:
+        return _has_ended(connection)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    connection.settimeout(0.1)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_headers_that_are_too_large_or_too_slow_end_their_connection(folder: Path) -> None:
+    with serving_here(folder / "export", Limits(request_seconds=0.5, header_bytes=2000)) as (client, _):
+        large, slow, wrong = connected(client, 3)
+        large.sendall(b"GET /livez HTTP/1.1\r\nA: " + b"a" * 3000)
+        assert large.recv(1000).startswith(b"HTTP/1.1 431 ")
+        wrong.sendall(b"no HTTP\r\n\r\n")
+        assert wrong.recv(1000).startswith(b"HTTP/1.1 400 ")
+        slow.sendall(b"GET /livez HTTP/1.1\r\n")
+        assert slow.recv(1000) == b""
+        metrics = client.metrics()
+        assert [metrics[f"cowrec_rejected_requests_total{{reason={each}}}"] for each in ("headers", "bad_http")] == [
+            1,
+            1,
+        ]
+        for each in (large, slow, wrong):
+            each.close()
+
+
 def test_requests_that_are_late_are_refused(limited: Limited) -> None:
     """Two arrive while another one is computed, due in a microsecond."""
     client, request = limited[0], post(GOOD, "/predict?timeout_ms=0.001")
