@@ -23,7 +23,7 @@ from .dataset.sample_block import SampleBlock
 from .dataset.schema import LABEL, SAMPLE_WEIGHT, TIME, Schema
 from .dataset.shards import arrow_schema, block_from_table
 from .encoding.encoder import Encoder
-from .raw.columns import SampleColumns, ValueType
+from .raw.columns import SampleColumns
 from .raw.json_lines import (
     canonical_table,
     given_columns,
@@ -34,7 +34,7 @@ from .raw.json_lines import (
     uniform_table,
     value_of,
 )
-from .raw.kinds import RawType, read_fields
+from .raw.kinds import RawType, column_types, read_fields
 from .raw.layouts import Layout, RawField, RawLabel
 from .raw.parsing import Parsed
 from .raw.tables import flattened, unreadable_rows, without_rows
@@ -146,27 +146,19 @@ class SampleCodec:
         self.together = [{field.column, self.source_columns[field.along]} for field in along]
         self.together += [{field.column, *self._time.columns} for field in layout.ages]
         self._fields = dict[tuple[str, RawType], list[str]]()
-        of_columns = dict[str, list[RawType]]()
+        of_columns = dict[str, set[RawType]]()
         for field in layout.fields:
             kind = RawType.of(field, layout.decimal)
             self._fields.setdefault((field.column, kind), []).append(field.name)
-            of_columns.setdefault(field.column, []).append(kind)
-        types = {column: RawType.of_all(own) for column, own in of_columns.items()}
-        times = dict.fromkeys(self._time.columns, RawType("id" if self._time.format else "time"))
-        types = times | types if layout.ages else types
-        self.columns, self._features = tuple(types), dict(types)
+            of_columns.setdefault(field.column, set()).add(kind)
+        for_training = [*layout.label_columns, *self._time.columns, *[layout.weight] * bool(layout.weight)]
+        self.columns = tuple(layout.needed_columns)
+        self._features = column_types(layout, self.columns, self._time)
+        self._types = {SAMPLE_ID: RawType("id")} | column_types(layout, [*self.columns, *for_training], self._time)
         # A number and an id of one value are the same in a request as in a column; a list and another kind are not.
-        mixed = [own for own in of_columns.values() if len(set(own)) > 1]
-        mixed_lists = any({kind.kind for kind in own} - {"number", "id"} for own in mixed)
+        mixed_lists = any({kind.kind for kind in own} - {"number", "id"} for own in of_columns.values() if len(own) > 1)
         row_numbers = any(field.encoding == "synthetic" for field in schema.sparse)
         self._in_columns = mixed_lists or bool(layout.ages) or row_numbers or any(field.part for field in layout.fields)
-        types.setdefault(SAMPLE_ID, RawType("id"))
-        types = times | types
-        for column in (column for label in layout.labels for column in label.columns):
-            types.setdefault(column, RawType("label"))
-        if layout.weight:
-            types.setdefault(layout.weight, RawType("number", ValueType(decimal=layout.decimal)))
-        self._types = types
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> "SampleCodec":

@@ -74,7 +74,7 @@ def _names(sample: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def read_json(block: Block, layout: Layout) -> RawTable:
     """Parses a block of JSON lines; a column that a line lacks is null there."""
     assert isinstance(block.data, bytes)
-    types = column_types(layout)
+    types = column_types(layout, layout.used_columns)
     lines = [line.removesuffix(b"\r") for line in block.data.removesuffix(b"\n").split(b"\n")]
     table, index, wrong = uniform_table(lines, types), np.arange(len(lines)), dict[int, str]()
     if table is None:

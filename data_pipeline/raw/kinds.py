@@ -16,6 +16,7 @@ from ..dataset.schema import MISSING
 from .columns import UNMARKED, SampleColumns, ValueType, id_value, label_value, number_value, time_value, vector_value
 from .layouts import Layout, RawField
 from .lists import MARKER, PAIR, ListColumns, ids_value, pairs_value
+from .times import RawTime
 
 ValueKind = Literal["number", "vector", "time", "label", "id", "ids", "weighted"]
 
@@ -145,17 +146,18 @@ class RawType:
         return found
 
 
-def column_types(layout: Layout) -> dict[str, RawType]:
-    """Returns the types of the columns that a layout uses, by name."""
+def column_types(layout: Layout, columns: Iterable[str], time: RawTime | None = None) -> dict[str, RawType]:
+    """Returns the types of columns by name; `time` is by default that of the layout."""
     of_fields: dict[str, list[RawType]] = {}
     for field in layout.fields:
         of_fields.setdefault(field.column, []).append(RawType.of(field, layout.decimal))
     types = {layout.weight: RawType("number", ValueType(decimal=layout.decimal))}
     types |= dict.fromkeys(layout.keep, RawType("id"))
-    types |= dict.fromkeys(layout.time_columns, RawType("id" if layout.time and layout.time.format else "time"))
+    if time := time or layout.time:
+        types |= dict.fromkeys(time.columns, RawType("id" if time.format else "time"))
     types |= {column: RawType("label") for label in layout.labels for column in label.columns}
     types |= {column: RawType.of_all(own) for column, own in of_fields.items()}
-    return {name: types[name] for name in layout.used_columns}
+    return {name: types[name] for name in columns}
 
 
 def read_fields(

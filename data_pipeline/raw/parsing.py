@@ -179,7 +179,7 @@ def check_types(source: Source, schema: pa.Schema | None, layout: Layout) -> Non
     """Raises ValueError if a column has a type that cannot hold its values; the `schema` of text is None."""
     types = pa.schema([(name, pa.string()) for name in layout.used_columns]) if schema is None else schema
     if source.format == "json":
-        types = pa.schema([(name, kind.arrow) for name, kind in column_types(layout).items()])
+        types = pa.schema([(name, kind.arrow) for name, kind in column_types(layout, types.names).items()])
     try:
         parse(Block(source, pa.Table.from_batches([], types), 1, 0, 0), layout)
     except ValueError as error:

@@ -232,7 +232,7 @@ def _arrow_stream(codec: str) -> Callable[[Any], Any]:
 
 
 def _zip_member(file: Any) -> IO[bytes]:
-    """Opens the one file in a zip archive. Raises `_Refused` if there are several, or it is encrypted."""
+    """Opens the one file in a zip archive. Raises `_Refused` if there are several, or they make another format."""
     archive = zipfile.ZipFile(file)
     members = [member for member in archive.infolist() if not member.is_dir() and not _is_hidden(member.filename)]
     for what, holds in OTHER_ARCHIVES.items():
@@ -243,8 +243,6 @@ def _zip_member(file: Any) -> IO[bytes]:
         raise _Refused(
             f"the zip archive has {len(members)} files ({names}), must have one; extract it and give the folder"
         )
-    if members[0].flag_bits & 1:
-        raise _Refused(f"the zip archive is encrypted; extract it and give the file {members[0].filename}")
     return archive.open(members[0])
 
 

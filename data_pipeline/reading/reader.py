@@ -89,13 +89,11 @@ class Reader:
         window_rows: int = WINDOW_ROWS,
         true_logits: bool = False,
     ) -> None:
-        for name, value, least in (("batch_size", batch_size, 1), ("passes", passes, 1), ("seed", seed, 0)):
-            if value < least:
-                raise UserError(f"{name} must be at least {least}, got {value}")
+        for name, value in (("batch_size", batch_size), ("passes", passes), ("window_rows", window_rows)):
+            if value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
         if not 0 <= rank < world_size:
             raise UserError(f"rank must be in [0, world_size), got rank {rank} of {world_size}")
-        if window_rows < 1:
-            raise UserError(f"window_rows must be at least 1, got {window_rows}")
         self._stored = Schema.load(data_dir)
         self.schema = self._stored.of_batches(true_logits=true_logits)
         self.split, self.batch_size = split, batch_size
@@ -181,8 +179,6 @@ class Reader:
 
         Raises ValueError if, while iterating, a shard is missing or damaged, or another data set replaced this one.
         """
-        if epoch < 0:
-            raise UserError(f"epoch must be at least 0, got {epoch}")
         if not 0 <= start_step <= len(self):
             raise UserError(f"start_step must be in [0, {len(self)}], got {start_step}")
         on_gpu, loaded = self.device.type == "cuda", partial(self._loaded, epoch, start_step)

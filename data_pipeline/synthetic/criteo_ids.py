@@ -1,8 +1,7 @@
 """Endless stream of ids with Criteo's fitted frequencies, for measurements without a data set.
 
-Row numbers are frequency ranks, as `prepare` assigns them. Fields and samples are independent: co-occurrence of ids
-within a sample and change over time are not modelled. Every id is a hash of (seed, field, sample), so any part of the
-stream can be drawn separately.
+Row numbers are frequency ranks, as `prepare` assigns them. Fields and samples are independent. Every id is a hash of
+(seed, field, sample), so that any part of the stream can be drawn separately.
 
 F fields, S samples, C classes of equally frequent ids.
 """
@@ -30,14 +29,11 @@ class CriteoIds:
 
     Args:
         seed: seed of the stream.
-        max_rows: maximum rows per table; larger ids are folded by modulo. None: Criteo's vocabulary sizes. (The fitted
-            fields have more ids than that, because nearly every sample has a new one.)
+        max_rows: largest number of rows of a table, at least 2; Criteo's vocabulary sizes by default. Larger ids are
+            folded by modulo.
 
     Attributes:
         table_rows: rows of each field's table, int64 [F].
-
-    Raises:
-        ValueError: `max_rows` is below 2.
     """
 
     def __init__(self, seed: int = 0, max_rows: int | None = None) -> None:
@@ -66,12 +62,8 @@ class CriteoIds:
     def last_samples(self, samples: int, progress: Callable[[int], None] | None = None) -> np.ndarray:
         """Returns the number, from 1, of the last of the first `samples` samples to look up each row; 0 for none.
 
-        Args:
-            samples: number of samples, below 2^31.
-            progress: called with the number of ids just drawn.
-
-        Returns:
-            int32 [sum of table_rows], concatenated by field.
+        The numbers, int32 [sum of table_rows], are concatenated by field. `samples` is below 2^31. `progress` is called
+        with the number of ids just drawn.
         """
         last = np.zeros(self.table_rows.sum(), np.int32)
         tables = np.split(last, np.cumsum(self.table_rows)[:-1])
@@ -104,11 +96,10 @@ class _Field(NamedTuple):
 
 
 def _alias_table(classes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Builds an alias table (Walker 1977) over classes [C, 2] of (ids, share), padded to 2^_CLASS_BITS.
+    """Builds an alias table (Walker 1977) over classes [C, 2] of (ids, share), padded to 2^_CLASS_BITS columns.
 
-    Returns:
-        For each column: keep, uint64, the number of _KEEP_BITS below which the column's own class is drawn; the class
-        drawn otherwise, int64. For each class: its first id, int64, and its number of ids, uint64.
+    Returns for each column the number of _KEEP_BITS below which its own class is drawn, uint64, and the class drawn
+    otherwise, int64; for each class its first id, int64, and its number of ids, uint64.
     """
     columns = 1 << _CLASS_BITS
     assert len(classes) <= columns
@@ -128,9 +119,9 @@ def _alias_table(classes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def _rows(field: _Field, table_rows: int, first: int, count: int) -> np.ndarray:
-    """Draws the rows of samples [first, first + count): int64 [count].
+    """Draws the rows of samples [first, first + count), int64 [count].
 
-    Of a sample's hash 6 bits choose a column of the alias table, 26 its class or alias, 32 the id in the class.
+    6 bits of a sample's hash choose a column of the alias table, 26 its class or alias, 32 the id in the class.
     """
     bits = splitmix(field.key + np.arange(first, first + count, dtype=np.uint64) * GOLDEN)
     column = (bits >> np.uint64(64 - _CLASS_BITS)).astype(np.int64)

@@ -4,13 +4,12 @@
 
 A share of a field's samples show one of a fixed set of core ids, by a power law of rank. The others show short-lived
 ids, which appear at a constant rate and are numbered in that order: the age of the id shown is exponential with mean
-`lifetime_days`, truncated at `LIFETIMES` of them, so an id's popularity decays with age and ends. Each component of an
-effect rotates between two approximately Gaussian numbers, a cos(s t) + b sin(s t), at the id's own speed
-s ~ N(0, 1 / drift_days): its variance is constant, and its autocorrelation after d days is
-exp(-d^2 / (2 drift_days^2)).
+`lifetime_days`, truncated at `LIFETIMES` of them. Each component of an effect rotates between two approximately
+Gaussian numbers, a cos(s t) + b sin(s t), at the id's own speed s ~ N(0, 1 / drift_days): its variance is constant, and
+its autocorrelation after d days is exp(-d^2 / (2 drift_days^2)).
 
-Everything is a hash of (seed, sample or id, purpose), as in the planted model: there are no tables, and a sample does
-not depend on the chunk in which it is generated. F sparse fields, N dense fields, R samples, K interaction rank.
+Everything is a hash of (seed, sample or id, purpose), as in the planted model. F sparse fields, N dense fields, R
+samples, K interaction rank.
 """
 
 import math
@@ -116,20 +115,19 @@ class DriftConfig:
 
     @property
     def fields(self) -> int:
-        """F."""
         return len(self.core_ids)
 
 
 @dataclass(frozen=True)
 class DriftingModel:
-    """Drifting click model: a configuration and the intercept b that gives its click rate."""
+    """Drifting click model: a configuration and the intercept b."""
 
     config: DriftConfig
     intercept: float = 0.0
 
     @staticmethod
     def of(config: DriftConfig) -> "DriftingModel":
-        """Fits the intercept to a mean click probability of `ctr` over the first `days`, on a pilot draw."""
+        """Returns the model whose mean click probability over the first `days` is `ctr`, by a pilot draw."""
         model = DriftingModel(config)
         moments = np.linspace(0.0, config.days, PILOT_ROWS, endpoint=False)
         return replace(model, intercept=intercept_for(model._drawn(PILOT, 0, moments).logits, config.ctr))
@@ -230,10 +228,7 @@ def synthesize_drifting(
 ) -> Schema:
     """Writes a data set of drifting samples with raw ids and times: `config.rows` for training, the next for testing.
 
-    Other arguments, the result and the errors are those of `synthesize`.
-
-    Args:
-        test_rows: number of test samples after the training samples; at least 1.
+    `test_rows` is at least 1. Other arguments, the result and the errors are those of `synthesize`.
     """
     config = config or DriftConfig()
     fields = [RawField(f"I{n + 1}", "numeric") for n in range(config.num_dense)]
@@ -243,11 +238,7 @@ def synthesize_drifting(
 
 
 def drift_config(data_dir: str | os.PathLike[str]) -> DriftConfig:
-    """Reads the configuration from a data set of `synthesize_drifting`.
-
-    Raises:
-        ValueError: the data set has another origin.
-    """
+    """Reads the configuration from a data set of `synthesize_drifting`. Raises ValueError if it has another origin."""
     schema = Schema.load(data_dir)
     if schema.name != NAME:
         raise UserError(

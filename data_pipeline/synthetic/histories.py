@@ -86,7 +86,7 @@ class HistoryConfig:
         return pa.table({name: pa.array(values) for name, values in columns.items()}), draw
 
     def _drawn(self, stream: int, first: int, rows: int) -> tuple[np.ndarray, pa.Array, np.ndarray, np.ndarray]:
-        """Items [R], histories, logits without the intercept, and the uniforms of the labels."""
+        """Returns items [R], histories, logits without the intercept, and the uniforms of the labels."""
         rng = np.random.default_rng((self.seed, stream, first))
         weights = np.arange(1, self.items + 1) ** -self.skew
         cumulative, length = np.cumsum(weights) / weights.sum(), self.max_length
@@ -118,10 +118,7 @@ def synthesize_histories(
 ) -> Schema:
     """Writes a data set of `config.rows` training samples, and the next samples for testing.
 
-    Other arguments, the result and the errors are those of `synthesize`.
-
-    Args:
-        test_rows: number of test samples; at least 1.
+    `test_rows` is at least 1. Other arguments, the result and the errors are those of `synthesize`.
     """
     config = config or HistoryConfig()
     history = RawField(HISTORY, "sequence", max_length=config.max_length, shares=ITEM)

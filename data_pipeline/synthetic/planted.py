@@ -2,9 +2,9 @@
 
     logit = b + sum_f a_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]> + sum_n c_n (x_n - E x_n)
 
-Ids follow a power law by rank, P(rank) ~ rank^-skew. The effects a, v and c are approximately Gaussian numbers hashed
-from (seed, field, id), so vocabularies of any size need no memory. Every draw is a hash of (seed, sample, purpose), so
-a sample does not depend on the chunk in which it is generated.
+Ids follow a power law by rank, P(rank) ~ rank^-skew. The effects a, v and c are approximately Gaussian hashes of
+(seed, field, id), so vocabularies of any size need no memory. Every draw is a hash of (seed, sample, purpose), so a
+sample does not depend on the chunk in which it is generated.
 
 F sparse fields, N dense fields, R samples, K interaction rank.
 """
@@ -44,6 +44,7 @@ from ..dataset.shards import (
     size_of_split,
     write_shard,
 )
+from ..encoding.encoder import sparse_field
 from ..encoding.vocabulary import raw_ids
 from ..hashing import GOLDEN, mix, uniform
 from ..parallel import ordered_map
@@ -58,7 +59,7 @@ PILOT_ROWS = 1 << 16
 
 @numba.njit(inline="always")
 def gaussian(bits: np.uint64) -> float:
-    """Number of mean 0 and variance 1 from the sum of a hash's four 16-bit words; identical on all machines."""
+    """Returns a number of mean 0 and variance 1 from the sum of a hash's four 16-bit words, equal on all machines."""
     low = np.uint64(0xFFFF)
     words = (bits & low) + ((bits >> np.uint64(16)) & low) + ((bits >> np.uint64(32)) & low) + (bits >> np.uint64(48))
     return (float(words) - WORD_SUM_MEAN) / WORD_SUM_STD
@@ -66,7 +67,7 @@ def gaussian(bits: np.uint64) -> float:
 
 @numba.njit(inline="always")
 def power_law_rank(u: float, size: int, skew: float) -> int:
-    """Inverse of the distribution function of the density x^-skew on [1, size + 1): rank from 0, of u in [0, 1)."""
+    """Returns the rank, from 0, at which the distribution of density x^-skew on [1, size + 1) reaches u in [0, 1)."""
     power = 1.0 - skew
     if power == 0.0:
         x = math.exp(u * math.log(size + 1.0))
@@ -76,7 +77,6 @@ def power_law_rank(u: float, size: int, skew: float) -> int:
 
 
 def probability(logits: np.ndarray) -> np.ndarray:
-    """Click probabilities of logits."""
     found: np.ndarray = 1.0 / (1.0 + np.exp(-logits))
     return found
 
@@ -100,7 +100,7 @@ class Draw:
     Attributes:
         ids: int32 or int64 [F, R], ranks by decreasing frequency, from 0.
         dense: float32 [N, R], in [0, 1).
-        logits: float64 [R], logits of the true click probabilities.
+        logits: float64 [R], of the true click probabilities.
         labels: float32 [R], drawn with these probabilities.
         times: int64 [R], Unix seconds, not decreasing; None in the planted model.
     """
@@ -113,7 +113,7 @@ class Draw:
 
 
 class Scales(NamedTuple):
-    """The exponent of the ids' power law, K as `rank`, and standard deviations of a_f, components of v_f, and c_n."""
+    """The exponent of the power law of ids, K as `rank`, and standard deviations of a_f, components of v_f, and c_n."""
 
     skew: float
     id_scale: float
@@ -139,7 +139,6 @@ class DrawArrays(NamedTuple):
 
     @staticmethod
     def empty(fields: int, num_dense: int, rows: int, id_type: type[np.integer]) -> "DrawArrays":
-        """Allocates the arrays; dense are float32, logits and uniforms float64."""
         dense = np.empty((num_dense, rows), np.float32)
         return DrawArrays(np.empty((fields, rows), id_type), dense, np.empty(rows), np.empty(rows))
 
@@ -152,7 +151,7 @@ class DrawArrays(NamedTuple):
 
 @numba.njit(inline="always")
 def fill_dense(logit: float, row: np.uint64, effects: np.ndarray, scale: float, dense: np.ndarray, i: int) -> float:
-    """Draws the dense features of sample `i`; returns the logit with their effects, the last ones of `effects`."""
+    """Draws the dense features of sample `i`; returns the logit with their effects, the last of `effects`."""
     fields = len(effects) - len(dense)
     for n in range(len(dense)):
         u = uniform(mix(row + np.uint64(fields + n + 1) * GOLDEN))
@@ -196,13 +195,7 @@ def _draw(
 
 @dataclass(frozen=True)
 class PlantedModel:
-    """Parameters of the planted model.
-
-    Attributes:
-        seed: seed of all effects and draws.
-        sizes: vocabulary size of each sparse field, int64 [F].
-        intercept: b.
-    """
+    """The planted model with the seed of all effects and draws, vocabulary `sizes`, int64 [F], and the intercept b."""
 
     seed: int
     sizes: np.ndarray
@@ -233,22 +226,14 @@ def require(config: object, wanted: str, holds: Callable[[float], bool], *names:
 
 
 def auc(scores: np.ndarray, p: np.ndarray) -> float:
-    """Area under the ROC curve over labels that are drawn with the probabilities p: of known labels, or expected.
+    """Returns the area under the ROC curve of scores [R] for labels that are drawn with the probabilities p [R].
 
-    The expected number of concordant pairs over the expected number of pairs, of different samples:
+    It is the expected number of concordant pairs over the expected number of pairs of different samples:
 
         sum_{i != j} p_i (1 - p_j) ([s_i > s_j] + [s_i = s_j] / 2) / sum_{i != j} p_i (1 - p_j)
 
-    Sample i is a positive with weight p_i and a negative with weight 1 - p_i. Source: the bipartite ranking risk in
-    terms of the class-probability function (Menon and Williamson, JMLR 17, 2016). With labels in place of p it is the
-    AUC of Mann and Whitney, exact and without thresholds.
-
-    Args:
-        scores: float [R], any increasing function of the predicted probability.
-        p: float [R], true probabilities, or labels, 0 or 1.
-
-    Returns:
-        Value in [0, 1]; NaN where no pair is possible: of fewer than two samples, or labels of one class.
+    With labels, 0 or 1, in place of p it is the exact AUC of Mann and Whitney. It is NaN if no pair is possible.
+    Source: the bipartite ranking risk by class probabilities (Menon and Williamson, JMLR 17, 2016).
     """
     if not len(scores):
         return float("nan")
@@ -264,15 +249,12 @@ def auc(scores: np.ndarray, p: np.ndarray) -> float:
 
 
 def exact_logloss(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Mean of -log(probability of the label), in nats; logits float [R], labels [R].
-
-    With the true probabilities in place of labels it is the expected logloss.
-    """
+    """Returns the mean of -log(probability of the label) in nats; expected if labels [R] are true probabilities."""
     return float(np.mean(np.logaddexp(0.0, logits) - labels * logits))
 
 
 def best_quality(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Quality of the true probabilities: auc and logloss of labels [R], and their expectations; logits float [R]."""
+    """Returns the quality of the true probabilities: auc and logloss of labels [R], and their expectations."""
     p = probability(logits)
     return {
         "auc": auc(logits, labels),
@@ -350,8 +332,20 @@ def synthesize(
         OSError: the disk is full.
     """
     config = config or SynthesizeConfig()
-    model = _planted(config)
-    schema = _schema(config, model)
+    sizes = [max(min(size, UNSCALED_SIZE), round(size * config.vocabulary_scale)) for size in CRITEO_SIZES]
+    model = PlantedModel(config.seed, np.asarray(sizes, np.int64), NUM_DENSE, scales_of(config))
+    intercept = intercept_for(model.draw(PILOT, 0, PILOT_ROWS).logits, config.ctr)
+    model = dataclasses.replace(model, intercept=intercept)
+    ids = [SparseField(f"C{f + 1}", size + RESERVED_ROWS, encoding="synthetic") for f, size in enumerate(sizes)]
+    schema = Schema(
+        name="synthetic",
+        dense=tuple(DenseField(f"I{n + 1}") for n in range(NUM_DENSE)),
+        sparse=tuple(ids),
+        splits={},
+        settings=dataclasses.asdict(config),
+        versions=library_versions(),
+        true_logits=True,
+    )
     splits = {
         "train": (config.rows, partial(_drawn, schema, model, TRAIN)),
         "test": (config.test_rows, partial(_drawn, schema, model, TEST)),
@@ -372,10 +366,9 @@ def write_splits(
     overwrite: bool,
     progress: Callable[[int], None] | None,
 ) -> Schema:
-    """Writes a data set from the numbers of samples of its splits and what draws them.
+    """Writes the splits of a data set, whose numbers of samples are known, from what draws them.
 
-    Returns:
-        The schema with the sizes of the splits and the quality of the true probabilities on the test split.
+    Returns the schema with the sizes of the splits and the quality of the true probabilities on the test split.
     """
     with new_folder(output, overwrite=overwrite) as folder:
         sizes, tested = {}, list[tuple[np.ndarray, np.ndarray]]()
@@ -417,7 +410,7 @@ def write_following(
 ) -> Schema:
     """Writes the first `rows` samples for training and the next `test_rows`, at least 1, for testing.
 
-    `schema` is one of `raw_id_schema`; the ids that `drawn` gives as text become raw ids. Returns as `write_splits`.
+    `schema` is one of `raw_id_schema`; ids that `drawn` returns as text become raw ids. Returns as `write_splits`.
     """
     if test_rows < 1:
         raise UserError(f"test_rows must be at least 1, got {test_rows}")
@@ -426,9 +419,9 @@ def write_following(
         table, draw = drawn(start + first, count)
         for field in schema.sparse:
             text = table[field.name].combine_chunks()
-            flat = field.kind == "categorical"
-            ids = pa.array(raw_ids(text if flat else text.flatten()))
-            column = ids if flat else pa.ListArray.from_arrays(text.offsets, ids)
+            column = pa.array(raw_ids(text if field.kind == "categorical" else text.flatten()))
+            if field.kind != "categorical":
+                column = pa.ListArray.from_arrays(text.offsets, column)
             table = table.set_column(table.column_names.index(field.name), field.name, column)
         return table, draw
 
@@ -439,46 +432,17 @@ def write_following(
 def raw_id_schema(name: str, fields: Sequence[RawField], **settings: Any) -> Schema:
     """Returns the schema, without sizes, of samples with times whose ids are raw; `settings` are dataclasses."""
     layout = Layout(name, ",", "", True, (), (RawLabel(),), tuple(fields), time=RawTime((TIME,)))
-    of_all = {key: dataclasses.asdict(each) for key, each in {"layout": layout, **settings}.items()}
-    dense, sparse = list[DenseField](), list[SparseField]()
-    for each in fields:
-        if each.kind == "numeric":
-            dense.append(DenseField(each.name, source=each.name))
-        else:
-            field = SparseField(
-                each.name, 0, each.sparse_kind, encoding="raw", source=each.name, max_length=each.max_length
-            )
-            sparse.append(dataclasses.replace(field, shares=each.shares))
+    of_all = {key: dataclasses.asdict(value) for key, value in {"layout": layout, **settings}.items()}
+    sparse = [sparse_field(field, "raw") for field in fields if not field.numbers]
     return Schema(
         name,
-        tuple(dense),
-        tuple(sparse),
+        tuple(DenseField(field.name, source=field.name) for field in fields if field.numbers),
+        tuple(dataclasses.replace(field, num_embeddings=0) for field in sparse),
         {},
         timed=True,
         true_logits=True,
         settings=json.loads(json.dumps(of_all)),
         versions=library_versions(),
-    )
-
-
-def _planted(config: SynthesizeConfig) -> PlantedModel:
-    sizes = [max(min(size, UNSCALED_SIZE), round(size * config.vocabulary_scale)) for size in CRITEO_SIZES]
-    model = PlantedModel(config.seed, np.asarray(sizes, np.int64), NUM_DENSE, scales_of(config))
-    return dataclasses.replace(model, intercept=intercept_for(model.draw(PILOT, 0, PILOT_ROWS).logits, config.ctr))
-
-
-def _schema(config: SynthesizeConfig, model: PlantedModel) -> Schema:
-    return Schema(
-        name="synthetic",
-        dense=tuple(DenseField(f"I{n + 1}") for n in range(NUM_DENSE)),
-        sparse=tuple(
-            SparseField(f"C{f + 1}", int(size) + RESERVED_ROWS, encoding="synthetic")
-            for f, size in enumerate(model.sizes)
-        ),
-        splits={},
-        settings=dataclasses.asdict(config),
-        versions=library_versions(),
-        true_logits=True,
     )
 
 

@@ -104,7 +104,8 @@ def test_a_column_may_lack_in_lines_and_in_files_but_not_everywhere(tmp_path):
 def test_a_column_with_a_dot_in_its_name_comes_first(tmp_path):
     """In lines that are parsed at once, and in those that are not."""
     (tmp_path / "schema.toml").write_text(NESTED)
-    types = column_types(load_schema_file(tmp_path / "schema.toml"))
+    layout = load_schema_file(tmp_path / "schema.toml")
+    types = column_types(layout, layout.used_columns)
     lines = [json.dumps(each).encode() for each in nested_lines()]
     at_once = uniform_table(lines, types)
     one_by_one, *_ = canonical_table(parsed_lines(lines), types)
