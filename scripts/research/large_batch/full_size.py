@@ -44,7 +44,6 @@ def main() -> None:
             place += 1
             auc = only(runs, {"values": "tuned", **wanted})["auc"]
             color = "C3" if wanted.get("rule") in ("none", "cowclip", "linear") else "C0"
-            axis.plot([0.731, auc], [place, place], color=color, lw=1, alpha=0.4)
             axis.plot([auc], [place], "o", color=color, markersize=9)
             axis.text(auc + 0.0007, place, f"{auc:.4f}", va="center", fontsize=11)
             names[place] = name
@@ -54,11 +53,12 @@ def main() -> None:
         yticklabels=list(names.values()),
         xlim=(0.731, 0.7705),
         ylim=(place - 0.6, -0.7),
-        xlabel="test AUC",
     )
+    axis.grid(axis="x", alpha=0.3)
     axis.tick_params(axis="y", labelsize=11, length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.suptitle("Batch 131,072 loses at most 0.0012 of AUC under the default rule, half_life")
+    figure.supxlabel("test AUC of DeepFM on 45.8 million synthetic samples; the best possible is 0.81", fontsize=10.5)
+    figure.suptitle("On this data, batch 131,072 loses 0.001 of AUC under half_life, and 0.012 without scaling")
     figure.savefig(RESULTS / "large_batch.png", dpi=150)
 
 
