@@ -37,7 +37,7 @@ class Cell(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Results of a run: AUC in percent, logloss, minutes of training."""
+    """Results of a run: AUC, logloss, minutes of training."""
 
     auc: float | None = None
     logloss: float | None = None
@@ -93,9 +93,8 @@ def results_of(lines: Sequence[dict[str, Any]]) -> Results:
 
 
 def _values(line: dict[str, Any]) -> Values:
-    # A test split of one class has no AUC, and runs of a few steps have no measured seconds.
-    auc = None if line["auc"] is None else 100 * line["auc"]
-    return Values(auc, line["logloss"], line["train_seconds"] / 60 or None)
+    # Runs of a few steps have no measured seconds.
+    return Values(line["auc"], line["logloss"], line["train_seconds"] / 60 or None)
 
 
 def read_published() -> Published:
@@ -104,7 +103,7 @@ def read_published() -> Published:
     rows = [dict(zip(file["columns"], row, strict=True)) for row in file["results"]]
     return {
         (row["model"], row["clip"], parse_count(row["batch"], "a batch size")): Values(
-            row["auc"], row["logloss"], row["minutes"]
+            row["auc"] / 100, row["logloss"], row["minutes"]
         )
         for row in rows
     }
@@ -150,7 +149,7 @@ def markdown(results: Results, published: Published, setting: set[tuple[int, int
     methods = list(dict.fromkeys((cell.clip, cell.rule) for cell in results))
     head = ["batch"]
     for clip, rule in methods:
-        head += [f"{_method(clip, rule)}: AUC %", "logloss", "minutes"]
+        head += [f"{_method(clip, rule)}: AUC", "logloss", "minutes"]
     parts = ["# CowClip on Criteo", _preface(setting)]
     for model in dict.fromkeys(cell.model for cell in results):
         sizes = sorted({cell.batch_size for cell in results if cell.model == model})
@@ -176,7 +175,7 @@ def _pairs(runs: Sequence[Values | None] | None, paper: Values) -> list[str]:
     """Returns the three cells of a method, ours / published."""
     found = [run for run in runs or [] if run]
     cells = []
-    for field, form in (("auc", ".2f"), ("logloss", ".4f"), ("minutes", ".3g")):
+    for field, form in (("auc", ".4f"), ("logloss", ".4f"), ("minutes", ".3g")):
         values = _known(found, field)
         ours = f"{mean(values):{form}}" if values else "failed" if runs and not found else "-"
         if len(values) > 1 and field != "minutes":
@@ -211,7 +210,7 @@ def draw(results: Results, published: Published, setting: set[tuple[int, int, st
     models = list(dict.fromkeys(cell.model for cell in results))
     methods = list(dict.fromkeys((cell.clip, cell.rule) for cell in results))
     sizes = sorted({cell.batch_size for cell in results})
-    measures = {"auc": "test AUC (%)", "logloss": "test logloss", "minutes": "minutes of training"}
+    measures = {"auc": "test AUC", "logloss": "test logloss", "minutes": "minutes of training"}
     for axis, (field, label) in zip(axes, measures.items(), strict=True):
         for (number, model), (style, (clip, rule)) in product(enumerate(models), enumerate(methods)):
             points = dict(_points(results, Cell(model, clip, rule, 0), field))

@@ -97,8 +97,8 @@ def test_a_stopped_script_continues(tmp_path: Path) -> None:
     table = (output / "table.md").read_text()
     assert said.endswith(table)
     cells = [cell.split(" / ") for cell in rows(table)["1K"]]
-    assert [cells[0][0], cells[3][0]] == [f"{100 * each['auc']:.2f}" for each in (done[0], line)]
-    assert [theirs for _, theirs in cells] == ["80.86", "0.4430", "768", "80.76", "0.4438", "-"]
+    assert [cells[0][0], cells[3][0]] == [f"{each['auc']:.4f}" for each in (done[0], line)]
+    assert [theirs for _, theirs in cells] == ["0.8086", "0.4430", "768", "0.8076", "0.4438", "-"]
     assert "**Not comparable:**" in table
     image = plt.imread(output / "plot.png")
     assert min(image.shape[:2]) > 400
@@ -140,8 +140,8 @@ def test_failed_runs_and_seeds_in_the_table() -> None:
     results = paper_report.results_of([*good, line(1024, "off", error="NonFiniteLoss: ...")])
     published = paper_report.read_published()
     cells = rows(paper_report.markdown(results, published, {(41_256_555, 10, "a GPU")}))
-    assert cells["2K"] == ["80.00 ± 1.41 / -", "0.4500 ± 0.0000 / -", "1.5 / -"]
-    assert cells["1K"] == ["failed / 80.76", "failed / 0.4438", "failed / -"]
+    assert cells["2K"] == ["0.8000 ± 0.0141 / -", "0.4500 ± 0.0000 / -", "1.5 / -"]
+    assert cells["1K"] == ["failed / 0.8076", "failed / 0.4438", "failed / -"]
     assert "Not comparable" not in paper_report.markdown(results, published, {(41_256_555, 10, "a GPU")})
     # 4K takes 204 minutes where 2K takes 390.
     waiting = [*results, paper_report.Cell("deepfm", "off", "linear", 4096)]

@@ -190,7 +190,7 @@ def calibration_remark(values: Mapping[str, Any]) -> str | None:
     )
     lost = values["auc"] - newest["auc"]
     if lost > max(0.01, math.sqrt((1 / clicks + 1 / max(others, 1)) / 3)):  # two, at an AUC of 0.5
-        drift = f"AUC is {100 * lost:.1f} points lower there: what is clicked has changed, or many ids are new"
+        drift = f"AUC is {lost:.3f} lower there: what is clicked has changed, or many ids are new"
     elif (values["calibration"] - 1) * off > off * off / 2:  # off in the same direction
         drift = (
             f"Calibration of the whole split is {values['calibration']:.3f}: the click rate differs from that of the"

@@ -27,7 +27,7 @@ VALUES = ("embedding_lr", "dense_lr", "l2")
 """Keys of `[optimizer]` that a study searches."""
 
 _CLEARLY = 0.001
-"""AUC by which the best epoch must exceed the last one to be shown: 0.1 points, which 100,000 test samples resolve."""
+"""AUC by which the best epoch must exceed the last one to be shown; 100,000 test samples resolve so much."""
 
 _COLORS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "gold", "C8", "C9", "black")
 _MARKERS = "osD^vP*X<>hd"
@@ -36,24 +36,18 @@ _MOST = 5
 
 
 class Measure(NamedTuple):
-    """Form of a measure: the lines' values times ``factor``, formatted by ``form``.
-
-    ``best_possible`` is the key of the value that the true probabilities reach.
-    """
+    """How a measure is shown. ``best_possible`` is the key of the value that the true probabilities reach."""
 
     label: str
-    unit: str
-    factor: float
-    form: str
     best_possible: str
     higher_is_better: bool
 
 
 MEASURES = {
-    "auc": Measure("test AUC", " (%)", 100, ".2f", "auc", True),
-    "best_epoch_auc": Measure("test AUC of the best epoch", " (%)", 100, ".2f", "auc", True),
-    "logloss": Measure("test logloss", "", 1, ".4f", "logloss", False),
-    "expected_logloss": Measure("expected logloss", "", 1, ".4f", "expected_logloss", False),
+    "auc": Measure("test AUC", "auc", True),
+    "best_epoch_auc": Measure("test AUC of the best epoch", "auc", True),
+    "logloss": Measure("test logloss", "logloss", False),
+    "expected_logloss": Measure("expected logloss", "expected_logloss", False),
 }
 
 Curve = tuple[str, str]
@@ -66,7 +60,7 @@ Series = dict[Curve, dict[int, list[float]]]
 def sweep_table(lines: Lines) -> str:
     """A table for each measure, with differences from the base, and notes on how to read them.
 
-    AUC is in percent. Rows are curves, columns are batch sizes.
+    Rows are curves, columns are batch sizes.
     """
     tables = [_table(lines, measure, with_steps=number == 0) for number, measure in enumerate(_shown_measures(lines))]
     return "\n\n".join([*tables, _notes(lines)])
@@ -147,7 +141,7 @@ def _shown_measures(lines: Lines) -> list[str]:
 def _table(lines: Lines, measure: str, *, with_steps: bool) -> str:
     how, base, at_base = MEASURES[measure], lines[0]["base_batch_size"], base_values(lines, measure)
     sizes, seeds = sorted({line["batch_size"] for line in lines}), len({line["seed"] for line in lines})
-    rows = [[how.label + how.unit, *map(size_name, sizes)]]
+    rows = [[how.label, *map(size_name, sizes)]]
     if with_steps:
         steps = steps_by_batch_size(lines)
         rows.append(["steps", *(f"{steps[size]:,}" if size in steps else "" for size in sizes)])
@@ -162,11 +156,11 @@ def _table(lines: Lines, measure: str, *, with_steps: bool) -> str:
 
 
 def _cell(values: Sequence[float], at_base: Sequence[float], how: Measure, seeds: int, *, failed: bool) -> str:
-    """Text such as ``80.90 ± 0.02, -0.10 lost``, with the number of seeds if some have no value."""
+    """Text such as ``0.8090 ± 0.0002, -0.0010 lost``, with the number of seeds if some have no value."""
     if not values:
         return "failed" if failed else "-"
-    spread = how.factor * deviation(values)
-    text = f"{how.factor * mean(values):{how.form}}" + (f" ± {spread:{how.form}}" if isfinite(spread) else "")
+    spread = deviation(values)
+    text = f"{mean(values):.4f}" + (f" ± {spread:.4f}" if isfinite(spread) else "")
     if len(values) < seeds:
         text += f" ({len(values)} of {seeds})"
     if not at_base:
@@ -175,7 +169,7 @@ def _cell(values: Sequence[float], at_base: Sequence[float], how: Measure, seeds
     verdict = " better" if (difference > 0) == how.higher_is_better else " lost"
     if abs(difference) <= spread:
         verdict = " within"
-    return f"{text}, {how.factor * difference:+{how.form}}{'' if isnan(spread) else verdict}"
+    return f"{text}, {difference:+.4f}{'' if isnan(spread) else verdict}"
 
 
 def _notes(lines: Lines) -> str:

@@ -365,7 +365,7 @@ def test_the_remark_tells_drifts_apart() -> None:
     assert remark(1.09) is remark(0.91) is remark(math.nan, ctr=0.0) is calibration_remark({"auc": 0.7}) is None
     assert remark(1.25, effective_clicks=20) is None, "20 clicks are off by 22 % by chance"
     lately = "has 25% too many predicted clicks. AUC is not clearly lower there: perhaps the click rate has changed"
-    clicked = "has 20% too few predicted clicks. AUC is 5.0 points lower there: what is clicked has"
+    clicked = "has 20% too few predicted clicks. AUC is 0.050 lower there: what is clicked has"
     overall = "clicks. Calibration of the whole split is 1.200: the click rate differs from that of"
     drifts = [(lately, remark(1.25)), (clicked, remark(0.8, auc=0.65)), (overall, remark(1.25, whole=1.2))]
     for expected, found in [*drifts, (lately, remark(1.25, whole=0.6))]:

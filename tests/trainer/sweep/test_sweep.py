@@ -200,7 +200,7 @@ def test_the_command_prints_the_table(cowrec: Cowrec, folder: Path) -> None:
     assert (code, said) == (0, ""), "something was trained again"
     assert "warning: batch 102 has 6 steps, below 200: too few steps to judge a rule\n" in printed
     (line,) = [line for line in lines_of(folder / "grid") if key(line) == ("cowclip", 102, "on", 0)]
-    assert f"{100 * line['auc']:.2f}" in printed
+    assert f"{line['auc']:.4f}" in printed
     assert printed.endswith(f"plot: {folder}/grid/sweep.png\n")
     assert (folder / "grid" / "sweep.png").exists()
 
@@ -238,19 +238,20 @@ def lines_with(aucs: dict[tuple[str, int], Sequence[float]], clip: str = "on", *
 
 def row(text: str, block: str, name: str) -> list[str]:
     """Cells of a row of the table whose first cell starts with `block`."""
-    (found,) = [each for each in text.split("\n\n") if re.match(rf"{re.escape(block)}( \(%\))?  ", each)]
+    (found,) = [each for each in text.split("\n\n") if re.match(rf"{re.escape(block)}  ", each)]
     (cells,) = [line.split("  ") for line in found.splitlines() if line.startswith(name)]
     return [cell.strip() for cell in cells if cell.strip()][1:]
 
 
 def test_differences_from_the_base_and_its_spread() -> None:
-    """The base's deviation is one point: 81.5 is within it, 79.9 and 82.1 are outside."""
+    """The base's deviation is 0.01: 0.815 is within it, 0.799 and 0.821 are outside."""
     aucs = {("cowclip", 64): BASE, ("cowclip", 8192): [0.799] * 3, ("cowclip", 16384): [0.821] * 3}
     aucs |= {("linear", 64): BASE[:2], ("linear", 8192): [0.815] * 3, ("linear", 16384): [0.5, 0.6, 0.7]}
     text = sweep_table(lines_with(aucs))
-    base = "81.00 ± 1.00"
-    assert row(text, "test AUC", "cowclip") == [base, "79.90 ± 0.00, -1.10 lost", "82.10 ± 0.00, +1.10 better"]
-    of_linear = ["80.50 ± 0.71 (2 of 3)", "81.50 ± 0.00, +0.50 within", "60.00 ± 10.00, -21.00 lost"]
+    base = "0.8100 ± 0.0100"
+    of_cowclip = [base, "0.7990 ± 0.0000, -0.0110 lost", "0.8210 ± 0.0000, +0.0110 better"]
+    assert row(text, "test AUC", "cowclip") == of_cowclip
+    of_linear = ["0.8050 ± 0.0071 (2 of 3)", "0.8150 ± 0.0000, +0.0050 within", "0.6000 ± 0.1000, -0.2100 lost"]
     assert row(text, "test AUC", "linear") == of_linear
     logloss = ["0.1900 ± 0.0100", "0.2010 ± 0.0000, +0.0110 lost", "0.1790 ± 0.0000, -0.0110 better"]
     assert row(text, "test logloss", "cowclip") == logloss
@@ -267,8 +268,8 @@ def test_each_clip_is_compared_with_its_own_base_and_one_seed_has_no_spread() ->
     lines.append({**lines[0], "rule": "linear", "batch_size": 8192, "auc": None, "error": "killed"})
     lines.append({**lines[0], "rule": "linear", "batch_size": 16384, "auc": None})  # of one class
     text = sweep_table(lines)
-    assert row(text, "test AUC", "none, clip on") == ["80.00", "70.00, -10.00", "-"]
-    assert row(text, "test AUC", "none, clip off") == ["60.00", "65.00, +5.00", "-"]
+    assert row(text, "test AUC", "none, clip on") == ["0.8000", "0.7000, -0.1000", "-"]
+    assert row(text, "test AUC", "none, clip off") == ["0.6000", "0.6500, +0.0500", "-"]
     assert row(text, "test AUC", "linear, clip on") == ["-", "failed", "-"]
     assert "its spread is unknown; give --seeds 3 or more" in text
     failed = [{key: line[key] for key in line if key != "auc"} for line in lines]
