@@ -1,6 +1,6 @@
 """Your own data: from a log of clicks to predictions.
 
-Run it with `python docs/tutorials/own_data.py [FOLDER]`; it takes some seconds, and FOLDER keeps what it makes.
+Run this script with `python docs/tutorials/own_data.py [FOLDER]`. It takes some seconds. FOLDER keeps its files.
 """
 
 import sys
@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 from cowrec.data_pipeline import PrepareConfig, prepare
 from cowrec.trainer import evaluate, load_config, predict, train
 
-# %% A log. Yours exists already: Parquet, Arrow or delimited text, in as many files as you like.
+# %% The script writes a log. Your own log may be Parquet, Arrow, JSON lines or delimited text, in any number of files.
 
 
 def write_log(path: Path, samples: int, seed: int) -> None:
-    """Users who like some topics see items; a click is more likely where topics match."""
+    """Writes a log of users who like some topics; a click is more likely if the topics of user and item match."""
     draw = np.random.default_rng(seed)
     user, item = draw.integers(0, 200, samples), draw.zipf(1.5, samples) % 300
     price = draw.lognormal(2, 1, samples)
@@ -33,7 +33,7 @@ def write_log(path: Path, samples: int, seed: int) -> None:
     pq.write_table(pa.table(columns), path)
 
 
-# %% A schema file names the columns and what they are.
+# %% A schema file names the columns and their kinds.
 
 SCHEMA = """
 label = "clicked"
@@ -46,7 +46,7 @@ fields = [
 ]
 """
 
-# %% A run file has the settings that differ from the defaults; docs/reference.md lists all of them.
+# %% A run file has the settings that differ from the defaults. docs/reference.md lists all settings.
 
 RUN = """
 [train]
@@ -69,8 +69,8 @@ def main(folder: Path) -> None:
     write_log(folder / "monday.parquet", 6000, seed=1)
     write_log(folder / "tuesday.parquet", 1000, seed=2)
 
-    # %% Prepare once: ids get rows, numbers get scales, a tenth of the samples becomes the test split. The same as
-    # cowrec prepare tabular --schema columns.toml --input monday.parquet --output monday
+    # %% Prepare once: ids get rows, numbers get scales, and a tenth of the samples becomes the test split. On the command
+    # line: cowrec prepare tabular --schema columns.toml --input monday.parquet --output monday
     schema = prepare(
         "tabular", [folder / "monday.parquet"], folder / "monday", PrepareConfig(), schema_file=folder / "columns.toml"
     )
@@ -86,7 +86,7 @@ def main(folder: Path) -> None:
     for segment in measured["by"]["topics"]["largest"]:
         print(f"  {segment['id']}: {segment['rows']} samples, click rate {segment['ctr']:.2f}")
 
-    # %% Predict the next day, prepared with the ids and scales of the run:
+    # %% Predict the next day, which is prepared with the ids and scales of the run:
     # cowrec prepare tabular --like run --input tuesday.parquet --output tuesday
     # cowrec predict run --data tuesday --output predictions.parquet
     prepare("tabular", [folder / "tuesday.parquet"], folder / "tuesday", like=folder / "run")

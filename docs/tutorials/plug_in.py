@@ -1,6 +1,6 @@
 """The plug-in: CowClip in a TorchRec job that you have already, without cowrec's trainer.
 
-Run it with `python docs/tutorials/plug_in.py`; it takes some seconds. docs/plug_in.md has all that can be combined.
+Run this script with `python docs/tutorials/plug_in.py`. It takes some seconds. docs/plug_in.md has all options.
 """
 
 import io
@@ -23,7 +23,7 @@ from cowrec.sparse_opt import PRESETS, AdamConfig, CowClip, EmbeddingAdam, attac
 
 FIELDS, ROWS, DIM = ["user", "item"], 1000, 8
 
-# %% A model as yours may be: tables in an EmbeddingBagCollection, a network on top.
+# %% Your model may look like this one: tables in an EmbeddingBagCollection, and a network on top.
 
 
 class Model(nn.Module):
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def batch(size: int, draw: torch.Generator) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-    """Ids of a power law; users click on items of their own parity."""
+    """Draws ids from a power law; users click on items of their own parity."""
     ids = (ROWS * torch.rand(len(FIELDS), size, generator=draw) ** 3).long()
     ones = torch.ones(len(FIELDS) * size, dtype=torch.int32)
     clicks = (ids[0] + ids[1]) % 2 == 0
@@ -67,7 +67,7 @@ def job_optimizer(model: DistributedModelParallel) -> CombinedOptimizer:
 
 
 def train(model: DistributedModelParallel, optimizer: CombinedOptimizer, steps: range) -> None:
-    """A training loop, in which nothing is cowrec's. The loss must be the mean over the global batch."""
+    """Trains without any code of cowrec. The loss must be the mean over the global batch."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - (steps.start + step) / 60)
     draw = torch.Generator().manual_seed(1 + steps.start)
     for step in steps:
@@ -90,14 +90,14 @@ def main() -> None:
     handle = attach_cowclip(model, CowClip(r=1e-3, zeta=1e-5))
     train(model, job_optimizer(model), range(60))
 
-    # %% How often did it bind? A clip that never does has no effect; the published r = 1 does not bind on
-    # data as easy as these.
+    # %% The share of clipped updates shows whether the clip has an effect. With r = 1, as in the paper, it would have
+    # none on data as easy as these.
     for table, statistics in handle.stats().items():
         print(f"{table}: {statistics.clipped_share:.1%} of {statistics.rows:,} row updates were clipped")
     handle.remove()
 
-    # %% The paper's optimizer takes the place of fused SGD. Make it right after DistributedModelParallel: schedulers,
-    # wrappers and checkpoints then go on with model.fused_optimizer.
+    # %% The optimizer of the paper replaces fused SGD. Make it right after DistributedModelParallel. Schedulers,
+    # wrappers and checkpoints continue to use model.fused_optimizer.
     model = sharded_model(torch.optim.SGD, lr=0.1)
     EmbeddingAdam(model, AdamConfig(lr=0.05, l2=1e-5), CowClip(r=1.0, zeta=1e-5))
     optimizer = job_optimizer(model)
@@ -105,7 +105,7 @@ def main() -> None:
     checkpoint = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
 
-    # %% A new process goes on from the checkpoint.
+    # %% A new process continues from the checkpoint.
     model = sharded_model(torch.optim.SGD, lr=0.1)
     EmbeddingAdam(model, AdamConfig(lr=0.05, l2=1e-5), CowClip(r=1.0, zeta=1e-5))
     optimizer = job_optimizer(model)
@@ -116,7 +116,7 @@ def main() -> None:
     optimizer.load_state_dict(state["optimizer"])
     train(model, optimizer, range(40, 60))
 
-    # %% The published hyperparameters of a data set, scaled to a batch size, are functions of plain numbers.
+    # %% PRESETS has the hyperparameters of the paper for a data set, as functions of the batch size.
     print(PRESETS["criteo"](131072).hyperparameters)
     dist.destroy_process_group()
 
