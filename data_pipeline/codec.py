@@ -197,7 +197,7 @@ class SampleCodec:
     def from_objects(self, samples: Iterable[Any], *, training: bool = True) -> RawSamples:
         """Converts dictionaries of JSON values; `training`: see `encode`."""
         table, index, wrong = canonical_table(samples, self._types_for(training))
-        return RawSamples(table, index, tuple(BadSample(*each) for each in wrong.items()))
+        return RawSamples(table, index, tuple(BadSample(row, reason) for row, reason in wrong.items()))
 
     def from_table(self, table: pa.Table) -> RawSamples:
         """Selects the known columns of an Arrow table. Raises ValueError if several have the name of a known one."""

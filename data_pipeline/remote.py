@@ -44,7 +44,7 @@ def is_remote(place: Place) -> bool:
         return False
     scheme, shown = found[1].lower(), without_credentials(text)
     if scheme not in SCHEMES:
-        known = ", ".join(f"{each}://" for each in SCHEMES)
+        known = ", ".join(f"{known_scheme}://" for known_scheme in SCHEMES)
         raise UserError(f"{shown}: scheme {scheme!r} is not supported; use a path, {known}")
     if shown != text:
         raise UserError(

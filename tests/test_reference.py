@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 
 import pytest
 
-from cowrec.data_pipeline.raw import layouts
+from cowrec.data_pipeline.raw import schema_file
 from cowrec.data_pipeline.raw.layouts import RawField, RawLabel
 from cowrec.trainer.config.reference import attribute_texts, keys_of
 from cowrec.trainer.config.run import RunConfig
@@ -131,8 +131,8 @@ def of_schema_files() -> Iterator[str]:
     yield f"```toml\n{SCHEMA_FILE.read_text(encoding='utf-8')}```\n"
     yield SCHEMA_NOTES
     for title, kind, known in (
-        ("Keys of a field, in `[[fields]]`", RawField, layouts._FIELD_TYPES),
-        ("Keys of a label, in `label` and `labels`", RawLabel, layouts._LABEL_TYPES),
+        ("Keys of a field, in `[[fields]]`", RawField, schema_file._FIELD_TYPES),
+        ("Keys of a label, in `label` and `labels`", RawLabel, schema_file._LABEL_TYPES),
     ):
         texts = attribute_texts(kind)
         hints = inspect.get_annotations(kind, eval_str=True)
@@ -174,7 +174,7 @@ def test_every_key_is_described_and_every_description_has_its_key(section: str) 
 
 def test_the_example_of_schema_files_has_every_key() -> None:
     text = SCHEMA_FILE.read_text(encoding="utf-8")
-    for name in {*layouts._TYPES, *layouts._FIELD_TYPES, *layouts._LABEL_TYPES}:
+    for name in {*schema_file._TYPES, *schema_file._FIELD_TYPES, *schema_file._LABEL_TYPES}:
         assert re.search(rf"\b{name}\b", text), name
 
 

@@ -18,8 +18,8 @@ from cowrec.errors import UserError
 from ..raw.columns import UNMARKED, label_value
 from ..raw.inputs import Source, find_inputs, partition_of
 from ..raw.json_lines import parsed_lines
-from ..raw.layouts import unescaped
 from ..raw.reading import look, naming_file, open_groups
+from ..raw.schema_file import unescaped
 from ..raw.tables import flattened, require_offsets
 from ..raw.text import BYTE_ORDER_MARK, RawText
 from ..raw.values import LOOKS_MISSING, NUMBER_PATTERN, as_id_text, is_text, plain_array, with_point

@@ -82,7 +82,7 @@ class PrepareConfig:
     shard_rows: int = SHARD_ROWS
 
     def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self)):
+        for name in (key.name for key in fields(self)):
             value = getattr(self, name)
             if isinstance(value, (np.generic, date)):  # as code takes them from a DataFrame
                 object.__setattr__(self, name, plain_value(value))

@@ -19,15 +19,15 @@ from ..dataset.schema import SCHEMA_FILE, Schema, SourceFile, Split, library_ver
 from ..dataset.shards import check_replaceable, disk_errors, new_folder
 from ..encoding.encoder import Encoder
 from ..raw.inputs import Partition, RawFile, Source, find_groups, find_inputs, partitions, stamp
-from ..raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_schema_file
+from ..raw.layouts import AVAZU, CRITEO, Layout, LayoutName
 from ..raw.parsing import BadRowLedger, check_same_types, check_types
 from ..raw.reading import look, survey
+from ..raw.schema_file import load_schema_file
 from ..remote import Place, RemoteFolder, is_remote, local_path, require_local
 from .config import DEFAULT_TEST_FRACTION, OnBadRow, PrepareConfig, seconds_of
 from .engines import Engine, LocalEngine, dask_engine
-from .fitting import FitPlan, fit, sparse_fields
+from .passes import FitPlan, WritePlan, fit, prepared_schema, sparse_fields, write_splits
 from .splits import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, count_times, iso
-from .writing import WritePlan, prepared_schema, write_splits
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ def are_json_lines(path: str, text: bytes) -> bool:
     line, _, others = text.partition(b"\n")
     (first,) = parsed_lines([line[:MAX_BYTES]]) if line.lstrip().startswith(b"{") else (None,)
     if isinstance(first, dict) and (
-        others.strip() or not all(isinstance(each, (dict, list)) for each in first.values())
+        others.strip() or not all(isinstance(value, (dict, list)) for value in first.values())
     ):
         return True
     if isinstance(first, dict) or DOCUMENT.match(text):

@@ -339,7 +339,7 @@ def _steps(values: Sequence[Any], along: Sequence[Sequence[Any]]) -> list[int]:
     """The lengths of sequences as `ListColumns` has them; `along` are the values of sequences along them."""
     steps = [len(value or ()) for value in values]
     for row in (row for row, value in enumerate(values) if value and len(value) == 1 and not value[0]):
-        (item,), others = values[row], [each[row] for each in along]
+        (item,), others = values[row], [other[row] for other in along]
         # Where one along it has a value, a marker is a step; null is one unless one has no item.
         if item is MARKER:
             nothing = not all(others) or all(other == [""] for other in others)

@@ -241,7 +241,7 @@ def auc(scores: np.ndarray, p: np.ndarray) -> float:
     ordered, p = scores[order], p[order].astype(np.float64)
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
     # Sums over the samples of one score, and over the pairs of a sample with itself.
-    positive, negative, own = (np.add.reduceat(each, starts) for each in (p, 1 - p, p * (1 - p)))
+    positive, negative, own = (np.add.reduceat(values, starts) for values in (p, 1 - p, p * (1 - p)))
     below = np.cumsum(negative) - negative
     concordant = (positive * below + (positive * negative - own) / 2).sum()
     pairs = positive.sum() * negative.sum() - own.sum()

@@ -3,7 +3,7 @@
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, SparseField, SynthesizeConfig, open_source
-from cowrec.data_pipeline.raw.layouts import load_schema_file
+from cowrec.data_pipeline.raw.schema_file import load_schema_file
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig
 from cowrec.names import parse_count
 from refusal import refused

@@ -21,8 +21,8 @@ from cowrec.data_pipeline import InferredSchema, PrepareConfig, Schema, infer_sc
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE
 from cowrec.data_pipeline.preparation.config import OnBadRow, prepared_with
 from cowrec.data_pipeline.raw.inputs import find_inputs
-from cowrec.data_pipeline.raw.layouts import load_schema_file
 from cowrec.data_pipeline.raw.parsing import SKIP_ADVICE
+from cowrec.data_pipeline.raw.schema_file import load_schema_file
 from cowrec.data_pipeline.remote import Place, is_remote, local_path, require_local
 from cowrec.errors import UserError
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from cowrec.data_pipeline import PrepareConfig, infer_schema, prepare
 from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.inference.columns import REMARKS, RULES, Column, guess_column, unsure
-from cowrec.data_pipeline.raw.layouts import load_schema_file
+from cowrec.data_pipeline.raw.schema_file import load_schema_file
 from cowrec.data_pipeline.raw.times import RawTime
 from raw_cases import read_split
 from refusal import refused

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, infer_schema
 from cowrec.data_pipeline.codec import SampleCodec
-from cowrec.data_pipeline.raw.layouts import load_schema_file
 from cowrec.data_pipeline.raw.lists import items_of, weights_of
+from cowrec.data_pipeline.raw.schema_file import load_schema_file
 from raw_cases import prepare_text, read_split
 from refusal import refused
 

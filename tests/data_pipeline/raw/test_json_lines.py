@@ -12,7 +12,7 @@ from cowrec.data_pipeline import PrepareConfig, Schema, infer_schema, prepare
 from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.raw.json_lines import canonical_table, parsed_lines, uniform_table
 from cowrec.data_pipeline.raw.kinds import column_types
-from cowrec.data_pipeline.raw.layouts import load_schema_file
+from cowrec.data_pipeline.raw.schema_file import load_schema_file
 from raw_cases import NULLS_SCHEMA, content, raw_rows, read_split, write_rows
 from refusal import refused
 

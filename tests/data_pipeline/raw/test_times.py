@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, SampleCodec, infer_schema
-from cowrec.data_pipeline.raw.layouts import load_schema_file
+from cowrec.data_pipeline.raw.schema_file import load_schema_file
 from cowrec.data_pipeline.raw.times import RawTime
 from raw_cases import prepare_text, read_split
 from refusal import refused

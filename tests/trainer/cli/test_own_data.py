@@ -10,7 +10,7 @@ import pytest
 
 from commands.command_line import Cowrec
 from cowrec.data_pipeline import Schema
-from cowrec.data_pipeline.raw.layouts import load_schema_file
+from cowrec.data_pipeline.raw.schema_file import load_schema_file
 
 ROWS = 1000
 
