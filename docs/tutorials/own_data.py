@@ -69,8 +69,8 @@ def main(folder: Path) -> None:
     write_log(folder / "monday.parquet", 6000, seed=1)
     write_log(folder / "tuesday.parquet", 1000, seed=2)
 
-    # %% Prepare once: ids get rows, numbers get scales, and a tenth of the samples becomes the test split. On the command
-    # line: cowrec prepare tabular --schema columns.toml --input monday.parquet --output monday
+    # %% Prepare once: ids get rows, numbers get scales, and a tenth of the samples becomes the test split. Command:
+    # cowrec prepare tabular --schema columns.toml --input monday.parquet --output monday
     schema = prepare(
         "tabular", [folder / "monday.parquet"], folder / "monday", PrepareConfig(), schema_file=folder / "columns.toml"
     )
