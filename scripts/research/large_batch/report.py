@@ -178,14 +178,14 @@ def _rows(lines: Lines, others: Lines) -> Iterator[str]:
         cells = [
             rule,
             clip,
-            f"{batch / size:g}x",
+            f"{batch:,}",
             f"{runs[0]['steps']:,}" + (" (few)" if runs[0]["steps"] < FEW_STEPS else ""),
         ]
-        for measure, factor, form in (("auc", 100, ".2f"), ("best_epoch_auc", 100, ".2f"), ("logloss", 1, ".4f")):
-            values = [factor * run[measure] for run in runs]
-            spread = f" ± {deviation(values):{form}}" if len(values) > 1 else ""
-            difference = mean(values) - mean(factor * run[measure] for run in base) if base else float("nan")
-            cells += [f"{mean(values):{form}}{spread}", f"{difference:+{form}}"]
+        for measure in ("auc", "best_epoch_auc", "logloss"):
+            values = [run[measure] for run in runs]
+            spread = f" ± {deviation(values):.4f}" if len(values) > 1 else ""
+            difference = mean(values) - mean(run[measure] for run in base) if base else float("nan")
+            cells += [f"{mean(values):.4f}{spread}", f"{difference:+.4f}"]
         yield f"| {' | '.join(cells)} |"
 
 
