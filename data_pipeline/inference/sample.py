@@ -42,7 +42,7 @@ class RawSample:
 
     Attributes:
         columns: names, possibly repeated; invented if the file has no header.
-        rows: values as text, empty where null, None for a list; their numbers have a decimal point.
+        values: for each column, its values as text, empty where null, None for a list; numbers have a decimal point.
         delimiter, quote, header, encoding, decimal: as in a schema file; the defaults for Parquet and Arrow files.
         notes: what is unsure.
         types: what the types of columns say: "time", "id", a kind of lists, `VECTORS` with a width, or that the values
@@ -54,7 +54,7 @@ class RawSample:
     """
 
     columns: tuple[str, ...]
-    rows: list[tuple[str | None, ...]]
+    values: Sequence[Sequence[str | None]]
     delimiter: str = ","
     quote: str = '"'
     header: bool = True
@@ -68,9 +68,14 @@ class RawSample:
     is_text: bool = True
 
     @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.values[0]) if self.values else 0
+
+    @property
     def scope(self) -> str:
         """What the rows are, in words; empty if they are all."""
-        return "" if self.whole else f" in the first {len(self.rows):,} rows"
+        return "" if self.whole else f" in the first {self.rows:,} rows"
 
 
 def read_sample(path: str | os.PathLike[str], label: str = "", delimiter: str = "") -> RawSample:
@@ -104,7 +109,6 @@ def _table_sample(source: Source, types: pa.Schema, label: str) -> RawSample:
             if (rows := rows + batch.num_rows) > SAMPLE_ROWS:
                 break
     table = flattened(pa.Table.from_batches(batches, batches[0].schema if batches else types)).slice(0, SAMPLE_ROWS)
-    columns = [_texts(column) for column in table.columns]
     values = dict(zip(table.column_names, table.columns, strict=True))
     said = {column.name: _said(column.type, values[column.name]) for column in types}
     # Text beside numbers is no number. Where no field is one, whoever wrote the file may have kept no types.
@@ -114,7 +118,8 @@ def _table_sample(source: Source, types: pa.Schema, label: str) -> RawSample:
     for name, kind in zip(types.names, types.types, strict=True):
         if name in categories or pa.types.is_dictionary(kind) or (keeps_types and is_text(kind)):
             said[name] = said[name] or "id"
-    return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)), types=said, whole=rows <= SAMPLE_ROWS)
+    texts = [_texts(column) for column in table.columns]
+    return RawSample(tuple(table.column_names), texts, types=said, whole=rows <= SAMPLE_ROWS)
 
 
 def _is_label(name: str, label: str) -> bool:
@@ -204,9 +209,9 @@ def _json_sample(path: str, label: str) -> RawSample:
     types = {name: meaning.get(kind, kind) for name, kind in said.items()}
     malformed = len(lines[:SAMPLE_ROWS]) - len(objects)
     notes = (f"{malformed} lines of the sample are no JSON objects",) * bool(malformed)
-    rows = list(zip(*([_json_text(value) for value in values] for values in columns.values()), strict=True))
+    texts = [[_json_text(value) for value in values] for values in columns.values()]
     whole = complete and len(lines) <= SAMPLE_ROWS
-    return RawSample(tuple(columns), rows, notes=notes, types=types, whole=whole)
+    return RawSample(tuple(columns), texts, notes=notes, types=types, whole=whole)
 
 
 def _columns(objects: Sequence[Mapping[str, Any] | None]) -> dict[str, list[Any]]:
@@ -300,7 +305,7 @@ def _text_sample(path: str, label: str, asked: str) -> RawSample:
         notes.append(f"the first line {'looks like a header' if header else 'looks like a sample'}, but check `header`")
     columns = rows[0] if header else tuple(f"column{number}" for number in range(1, width + 1))
     whole = complete and len(lines) <= SAMPLE_ROWS + 1
-    values, decimal = _with_points(rows[header:])
+    values, decimal = _with_points([*zip(*rows[header:], strict=True)] or [()] * width)
     found = RawSample(columns, values, delimiter, quote, header, tuple(notes), whole=whole)
     return replace(found, encoding=encoding, decimal=decimal)
 
@@ -321,16 +326,16 @@ def _encoding(data: bytes) -> str:
         return "latin-1"
 
 
-def _with_points(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str | None, ...]], str]:
-    """Returns rows with a decimal point in their numbers, and the decimal sign that they had."""
-    columns = [*zip(*rows, strict=True)]
+def _with_points(columns: Sequence[Sequence[str]]) -> tuple[list[Sequence[str | None]], str]:
+    """Returns columns with a decimal point in their numbers, and the decimal sign that they had."""
     commas = [index for index, values in enumerate(columns) if _have_commas(values)]
     others = {text for index, values in enumerate(columns) if index not in commas for text in values if "." in text}
     if not commas or any(map(NUMBER_PATTERN.fullmatch, others)):
-        return [*rows], "."
+        return [*columns], "."
+    pointed: list[Sequence[str | None]] = [*columns]
     for index in commas:
-        columns[index] = tuple(text if text.lower() in LOOKS_MISSING else with_point(text) for text in columns[index])
-    return [*zip(*columns, strict=True)], ","
+        pointed[index] = [text if text.lower() in LOOKS_MISSING else with_point(text) for text in columns[index]]
+    return pointed, ","
 
 
 def _have_commas(values: Sequence[str]) -> bool:

@@ -194,7 +194,7 @@ def infer_schema(
     of_file |= {} if sample.header else {"columns": list(sample.columns)}
     return InferredSchema(
         path=sample.path,
-        rows=len(sample.rows),
+        rows=sample.rows,
         file=tuple(Entry({key: value}) for key, value in of_file.items()),
         label=Entry({"label": found.label}, found.remarks),
         rule=found.rule if found.rule.keys else None,
@@ -207,10 +207,9 @@ def infer_schema(
 
 
 def _guesses(sample: RawSample) -> dict[str, Guess]:
-    columns = zip(sample.columns, zip(*sample.rows, strict=True), strict=True)
     guesses = {
         name: guess_column(Column(name, values, sample.types.get(name, ""), sample.scope))
-        for name, values in columns
+        for name, values in zip(sample.columns, sample.values, strict=True)
         if sample.columns.count(name) == 1 and name
     }
     if sample.header:
@@ -247,7 +246,7 @@ def _time(time: str, times: Sequence[str], guesses: Guesses) -> Entry:
 
 def _time_of_parts(sample: RawSample, of_label: Sequence[str]) -> Entry | None:
     """Returns the entry of columns that hold year, month, day and further parts; None if there are none."""
-    columns = zip(sample.columns, zip(*sample.rows, strict=True), strict=True)
+    columns = zip(sample.columns, sample.values, strict=True)
     found = columns_of_time({name: [text or "" for text in texts] for name, texts in columns if name not in of_label})
     return Entry({"time": {"columns": found}}, (Remark("parts of a time"),)) if found else None
 
@@ -283,43 +282,50 @@ class _Labels:
             raise UserError(f"{self.place}: several columns are called {asked!r}; rename all but the label's")
         if asked and asked not in self.guesses:
             raise UserError(f"{self.place}: no column {asked!r} for the label among {', '.join(self.guesses)}")
+        chosen, others = (asked, []) if asked else self._likeliest()
+        column = self.guesses[chosen].column
+        rule = _rule_of(column, positive) if positive else label_rule(column, partial=bool(self.scope))
+        if rule is None:
+            raise UserError(f"column {chosen!r} cannot be the label: {self._problem(column)}")
+        label: str | Mapping[str, str] = chosen
+        said = Remark("see the next line" if rule.keys else "all values are 0 or 1")
+        total = self._total_of(column) if "threshold" in rule.keys else ""
+        if "kind" in rule.keys:
+            label, said, rule = {"column": chosen, **rule.keys}, rule.remarks[0], Entry({})
+        elif total:
+            said, rule = unsure(f"is {chosen!r} the number of positives of {total!r}?"), Entry({})
+            label = {"count": chosen, "of": total}
+        remarks: tuple[Remark, ...] = (said,)
+        if column.count == 1:
+            remarks = (unsure(f"one value only{self.scope}"),)
+        elif others:
+            remarks = (*_could_be(others[:5]), *remarks[not said.unsure :])
+        return FoundLabel((chosen, *[total] * bool(total)), label, rule, remarks + _lacking(column))
+
+    def _likeliest(self) -> tuple[str, list[str]]:
+        """Returns the likeliest label and the other columns that could be it. Raises ValueError if none is likeliest.
+
+        Columns with a name of labels precede those of two values that words or numbers tell apart, and these all others
+        of two values.
+        """
         columns = {name: guess.column for name, guess in self.guesses.items()}
-        rules = {name: label_rule(column) for name, column in columns.items()}
+        rules = {name: rule for name, column in columns.items() if (rule := label_rule(column)) is not None}
         two = [name for name, column in columns.items() if column.count == 2 and not _is_denial(name, columns)]
         complete = [name for name in two if not columns[name].missing]
-        known = [name for known in LABEL_NAMES for name in columns if name.lower() == known]
-        named = [name for name in known if rules[name] is not None]
-        flags = [name for name in complete if (rule := rules[name]) is not None and not rule.doubts]
+        flags = [name for name in complete if name in rules and not rules[name].doubts]
+        named = [name for known in LABEL_NAMES for name in rules if name.lower() == known]
         sure = [name for name in named if name in two]
         sure += [name for name in named if name not in sure and columns[name].numeric and self._total_of(columns[name])]
-        if not asked and not sure and len(likely := flags or ([] if named else complete)) > 1:
+        candidates = [*sure, *flags, *named, *complete]
+        if not candidates:
+            raise UserError(self._none_found(two))
+        if not sure and len(likely := flags or ([] if named else complete)) > 1:
             raise UserError(
                 f"{self.place}: several columns could be the label: {', '.join(map(repr, likely[:5]))}; name it with"
                 f" --label, such as --label {likely[0]}"
             )
-        candidates = [*sure, *flags, *named, *complete]
-        if not asked and not candidates:
-            raise UserError(self._none_found(two))
-        chosen = asked or candidates[0]
-        column = columns[chosen]
-        rule = _rule_of(column, positive) if positive else label_rule(column, partial=bool(self.scope))
-        if rule is None:
-            raise UserError(f"column {chosen!r} cannot be the label: {self._problem(column)}")
-        rivals = named if chosen in sure else [*named, *complete]
-        others = [name for name in dict.fromkeys(rivals) if name != chosen]
-        label: str | Mapping[str, str] = chosen
-        said, total = Remark("see the next line" if rule.keys else "all values are 0 or 1"), ""
-        if "kind" in rule.keys:
-            label, said, rule = {"column": chosen, **rule.keys}, rule.remarks[0], Entry({})
-        elif "threshold" in rule.keys and (total := self._total_of(column)):
-            label, said = {"count": chosen, "of": total}, unsure(f"is {chosen!r} the number of positives of {total!r}?")
-            rule = Entry({})
-        remarks: tuple[Remark, ...] = (said,)
-        if column.count == 1:
-            remarks = (unsure(f"one value only{self.scope}"),)
-        elif others and not asked:
-            remarks = (*_could_be(others[:5]), *remarks[not said.unsure :])
-        return FoundLabel((chosen, *[total] * bool(total)), label, rule, remarks + _lacking(column))
+        chosen, rivals = candidates[0], named if sure else [*named, *complete]
+        return chosen, [name for name in dict.fromkeys(rivals) if name != chosen]
 
     def _total_of(self, counts: Column) -> str:
         """Returns the column of totals of which the label counts a part in each row; empty if there is none."""
@@ -420,7 +426,7 @@ def _positive(texts: Sequence[str]) -> str | None:
 
 def _without_leaks(guesses: Guesses, sample: RawSample, label: FoundLabel) -> dict[str, Guess]:
     """Leaves out columns each of whose few values occurs with one class of the label, if classes have many samples."""
-    columns = dict(zip(sample.columns, zip(*sample.rows, strict=True), strict=True))
+    columns = dict(zip(sample.columns, sample.values, strict=True))
     texts = pa.array([text or "" for text in columns.get(label.columns[0], ())], pa.string())
     keys: dict[str, Any] = {"threshold": label.rule.keys.get("threshold")}
     keys["positive"] = tuple(label.rule.keys.get("positive", ()))
