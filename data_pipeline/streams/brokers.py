@@ -273,7 +273,10 @@ class KafkaSource:
         return self._ready.popleft() if self._ready else None
 
     def read(self, partition: str, start: SourcePosition, end: SourcePosition) -> Chunk:
-        self._assign({int(partition): int(start)})
+        oldest = max(int(start), self._bounds(int(partition))[0])
+        if oldest >= end:
+            return Chunk(partition, start, end, [])
+        self._assign({int(partition): oldest})
         deadline = time.monotonic() + REPLAY_SECONDS
         samples: list[bytes] = []
         no_more = self._kafka.KafkaError._PARTITION_EOF, self._kafka.KafkaError._AUTO_OFFSET_RESET

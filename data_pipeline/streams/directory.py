@@ -107,6 +107,8 @@ class DirectorySource:
     def read(self, partition: str, start: SourcePosition, end: SourcePosition) -> Chunk:
         try:
             rows = self._opened(partition).rows(start["row"], end["row"] - start["row"])
+        except FileNotFoundError:
+            return Chunk(partition, start, end, [])
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{self._folder / partition} must be read again, but cannot be: {error}") from error
         return Chunk(partition, start, end, rows)

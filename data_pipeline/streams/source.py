@@ -72,8 +72,10 @@ class SampleSource(Protocol):
     def read(self, partition: str, start: SourcePosition, end: SourcePosition) -> Chunk:
         """Reads an earlier chunk again. Call `seek` before the next `poll`.
 
+        The chunk has those samples that are still there.
+
         Raises:
-            ValueError: the samples were deleted or cannot be read.
+            ValueError: the samples cannot be read.
         """
         ...
 

@@ -25,6 +25,7 @@ new samples. Without a journal no sample is lost or repeated either, but samples
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ CHUNK_SAMPLES = 1 << 13
 POLL_SECONDS = 1.0
 CORRECTION_SECONDS = 10.0
 """Time until samples of which too many were malformed are looked at again."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class SampleStream:
         malformed: what becomes of malformed samples, and how many are too many.
         journal: file that makes batches repeatable; None: no journal.
         position: position to resume from; None: the source's beginning.
+        lost: at samples of the journal that the source no longer has, "stop" with an error, or "continue" without them,
+            and count them.
 
     Attributes:
         position: position after the last batch returned.
@@ -122,6 +127,7 @@ class SampleStream:
         malformed: MalformedPolicy = MalformedPolicy(),  # noqa: B008 (it is frozen)
         journal: Path | None = None,
         position: Position | None = None,
+        lost: Literal["stop", "continue"] = "stop",
     ) -> None:
         if fewest < 1 or batch_size < 2 * fewest - 1:
             raise UserError(
@@ -137,6 +143,7 @@ class SampleStream:
         self._source, self._schema, self._encoder = source, codec.schema, ChunkEncoder(codec, ahead_seconds)
         self._batch_size, self._fewest, self._lateness, self._late = batch_size, fewest, lateness_seconds, late
         self._max_wait, self._max_waiting = max_wait_seconds, most_waiting
+        self._lost = lost
         self._malformed, self._waits_until = MalformedSamples(malformed), 0.0
         self.position = position or Position()
         if self.ended:  # the source may have new samples since
@@ -261,12 +268,18 @@ class SampleStream:
     def _read_again(self, entry: Entry) -> Chunk:
         self._must_seek = True
         chunk = self._source.read(entry.partition, entry.start, entry.end)
-        if len(chunk) != entry.samples:
+        lost = entry.samples - len(chunk)
+        message = (
+            f"the journal has {entry.samples} samples from {entry.start} to {entry.end}, the source only {len(chunk)}"
+        )
+        if lost and (self._lost == "stop" or lost < 0):
             raise UserError(
-                f"the journal has {entry.samples} samples from {entry.start} to {entry.end}, the source only "
-                f"{len(chunk)}: the batches since the last snapshot cannot be repeated. Remove the journal to continue"
+                f"{message}: the batches since the last snapshot cannot be repeated. Continue without them by"
+                ' online.on_lost_samples = "continue"'
             )
-        return dataclasses.replace(chunk, lost=entry.lost, behind=entry.behind)
+        if lost:
+            logger.warning("%s; the others are lost", message)
+        return dataclasses.replace(chunk, lost=abs(entry.lost) + lost if lost else entry.lost, behind=entry.behind)
 
     def _next_event(self, deadline: float) -> tuple[Entry | None, Chunk | None]:
         if self._must_seek:

@@ -1,7 +1,7 @@
 """Collisionless id tables: raw ids to rows of embedding tables, exactly; rows are given to ids, kept and reclaimed."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -219,19 +219,28 @@ class IdTables:
     def entries(self, table: str) -> Entries:
         """This rank's ids of a table that are not expired."""
         records, rows = [], []
-        number = list(self._configs).index(table)
-        expire_after = self._configs[table].expire_after
-        for location, state in zip(self._layout.locations, self._memory.states, strict=True):
-            if location["table"] == number:
-                used = self._memory.records[location["first_record"] :][: state["used"]]
-                valid = used["feature"] != FREE
-                if expire_after:
-                    valid &= used["last_seen"].astype(np.int64) + expire_after >= self._clock.now
-                records.append(used[valid])
-                rows.append(location["first_row"] + valid.nonzero()[0])
+        for first_row, used, expired in self._used_records(table):
+            valid = (used["feature"] != FREE) & ~expired
+            records.append(used[valid])
+            rows.append(first_row + valid.nonzero()[0])
         joined = np.concatenate([np.empty(0, RECORD), *records])
         columns = {name: joined[name].astype(np.int64) for name in ("id", "feature", "last_seen", "count")}
         return Entries(row=np.concatenate([np.empty(0, np.int64), *rows]), **columns)
+
+    def expired_rows(self, table: str) -> np.ndarray:
+        """This rank's rows of a table whose ids are expired and that no sweep has reached, int64 [n]."""
+        segments = self._used_records(table)
+        found = [first + ((used["feature"] != FREE) & expired).nonzero()[0] for first, used, expired in segments]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
+    def _used_records(self, table: str) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yields first row, records in use or free, and whether these are too old, of each segment of a table."""
+        number, expire_after = list(self._configs).index(table), self._configs[table].expire_after
+        for location, state in zip(self._layout.locations, self._memory.states, strict=True):
+            if location["table"] == number:
+                used = self._memory.records[location["first_record"] :][: state["used"]]
+                last = used["last_seen"].astype(np.int64) if expire_after else np.full(len(used), self._clock.now)
+                yield location["first_row"], used, last + expire_after < self._clock.now
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Counters of each table, over all ranks and since it was created.

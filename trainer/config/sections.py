@@ -359,6 +359,8 @@ class OnlineConfig:
             ends the run. Ten such batches in a row always end the run.
         report_seconds: seconds between two reports of what arrived, also while nothing is trained on. The report warns
             of samples that were left out.
+        on_lost_samples: what a resumed run does if the source no longer has samples that the journal refers to. "stop"
+            ends the run. "continue" goes on with those that are there, and counts the others.
         max_malformed_share: largest share of malformed samples among the last 1,000 samples and those that arrive; 1:
             any share.
         on_malformed: what happens beyond that share. "wait" takes no further sample, keeps the position and looks again
@@ -390,6 +392,7 @@ class OnlineConfig:
     snapshot_seconds: float = 60.0
     on_nonfinite: OnNonfinite = "skip"
     report_seconds: float = 60.0
+    on_lost_samples: Literal["stop", "continue"] = "stop"
     max_malformed_share: float = 1.0
     on_malformed: Literal["wait", "stop"] = "wait"
     malformed_file_bytes: int = 64 << 20

@@ -273,6 +273,7 @@ class _OnlineTrainer:
             ),
             journal=self.run_dir / JOURNAL,
             position=position,
+            lost=online.on_lost_samples,
         )
         opened.enter_context(closing(self.stream))
 

@@ -33,6 +33,7 @@ COUNTERS = {
     "steps": "Training steps, since the start of the run.",
     "batches_set_aside": "Batches that would have made the model non-finite.",
     "publication_failures": "Publications that could not be written.",
+    "snapshot_failures": "Snapshots that could not be written, since the process started.",
 }
 GAUGES = {
     "samples_per_second": "Samples per second of the steps, without waiting for the stream.",
@@ -42,6 +43,7 @@ GAUGES = {
     "window_auc": "Progressive AUC of the last complete window.",
     "window_logloss": "Progressive logloss of the last complete window.",
     "window_calibration": "Mean prediction over mean label of the last complete window.",
+    "seconds_since_snapshot": "Time since a snapshot was last complete, or since the start.",
     "waits_for_correction": "1 while no sample is taken, as too many are malformed.",
     "seconds_since_publication": "Time since a version was last written, or since the start.",
 }
@@ -177,6 +179,8 @@ class Measurements:
             "samples_per_second": self.samples_per_second,
             "reading_share": self.reading_share,
             "waiting_samples": len(stream.position.waiting),
+            "snapshot_failures": self._run.checkpoints.failures,
+            "seconds_since_snapshot": time.monotonic() - self._run.checkpoints.sealed_at,
             "waits_for_correction": float(stream.waits_for_correction),
         }
         if self.quality.newest_time:

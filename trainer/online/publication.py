@@ -158,7 +158,10 @@ class OnlinePublication:
             int64 [3, n], the rows ascending, and ids and fields, int64 [2, m]; on the first process those of all.
         """
         assert self._state.id_tables is not None
+        expired = self._state.id_tables.expired_rows(name)  # an export leaves them out too
+        self._known[name].free(expired)
         ids, features, has_id = self._state.id_tables.ids_of(name, rows.numpy())
+        has_id &= ~np.isin(rows.numpy(), expired)
         reserved = (rows.numpy() < RESERVED_ROWS) & self._peers.is_first
         ids, features = np.where(reserved, rows.numpy(), ids), np.where(reserved, 0, features)
         kept = has_id | reserved

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from cowrec.urls import without_credentials
 
-from .blob import Blob, DamagedBlob, Kind, decode
+from .blob import Blob, DamagedBlob, Kind, OtherFormat, decode
 from .target import DEADLINE, Target, open_target
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class VersionReader:
         """Yields versions as they are published, until ``stop`` is set.
 
         Raises:
-            ValueError: a blob has another format than this cowrec's.
+            ValueError: a blob has another format than this cowrec's, and no full version before it can be read instead.
         """
         while not stop.is_set():
             blob = self._poll()
@@ -122,13 +122,20 @@ class VersionReader:
 
     def _full_ahead(self, available: list[tuple[int, Kind]]) -> Blob | None:
         full = [version for version, kind in available if kind == "full"]
+        other: OtherFormat | None = None
         for version in reversed(full):
             ahead = version > self.version
             # A target that lost its versions numbers new ones from 1 again, in another lineage.
             if ahead or version == full[-1]:
-                blob = self._read(version, "full")
+                try:
+                    blob = self._read(version, "full")
+                except OtherFormat as error:  # one before it may be readable, which a server that starts can serve
+                    other = other or error
+                    continue
                 if blob:
                     return blob if ahead or blob.lineage != self.lineage else None
+        if other:
+            raise other
         return None
 
     def _read(self, version: int, kind: Kind) -> Blob | None:

@@ -7,6 +7,7 @@ step_000002000.partial/  (unfinished)
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -127,6 +128,8 @@ class Checkpoints:
         folder: local folder of the checkpoints.
         fetch: gets files of them that this host lacks.
         latest: the newest checkpoint known to be complete.
+        failures: checkpoints that could not be written, since the process started.
+        sealed_at: when one was last complete, or the start, by the monotonic clock.
     """
 
     def __init__(self, place: RunPlace, config: CheckpointConfig, process: Process):
@@ -139,6 +142,7 @@ class Checkpoints:
         self._pending: tuple[int, Future[Path | None]] | None = None
         self._failure: str | None = None
         self._remedy = ""
+        self.failures, self.sealed_at = 0, time.monotonic()
 
     def clean(self) -> None:
         """Removes unfinished checkpoints of a killed process; one that lacks its name alone gets it.
@@ -197,9 +201,11 @@ class Checkpoints:
                     self._place.push()
                 except Exception as error:
                     raise _NotUploaded(path) from error
+                self.sealed_at = time.monotonic()
                 sealed.set_result(path)
             except BaseException as error:  # CheckpointException is not an Exception; the waiter needs every error
                 shutil.rmtree(partial, ignore_errors=True)
+                self.failures += 1
                 sealed.set_exception(error)
 
         written.add_done_callback(finish)

@@ -43,7 +43,7 @@ _MAY_CHANGE = {
     "evaluate": "by_id_counts",
     "checkpoint": "every_steps keep_last keep_best",
     "online": "snapshot_seconds report_seconds metrics_host metrics_port metrics_file_bytes damaged_files on_nonfinite"
-    " keep_full_versions max_malformed_share on_malformed malformed_file_bytes file_grace_seconds",
+    " keep_full_versions max_malformed_share on_malformed malformed_file_bytes file_grace_seconds on_lost_samples",
     "sharding": "plan tables",
 }
 """Settings that may differ in a resumed run: they change neither the steps taken nor their meaning."""

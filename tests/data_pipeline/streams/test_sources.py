@@ -384,6 +384,10 @@ def test_redis_entries_trimmed_before_they_were_read_are_reported(server, opened
     assert "were trimmed before they were read" in caplog.text
     with pytest.raises(ValueError, match=r"the journal has . samples from 0-0 to .*, the source only 0"):
         opened(batch_size=2).next_batch(0)
+    goes_on = opened(batch_size=2, lost="continue")
+    assert returned(goes_on, 6) == [14, 15, 16, 17, 18, 19]
+    assert goes_on.counters["lost"] == 5  # the gap, and the first four, of the journal
+    assert "the others are lost" in caplog.text
     again = opened(batch_size=2, position=first[-1].end)
     assert returned(again, 6) == [14, 15, 16, 17, 18, 19]
     assert again.counters["lost"] == 1

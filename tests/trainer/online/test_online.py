@@ -33,7 +33,7 @@ from cowrec.trainer.training.trainer import train
 from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, followed, make_case, write_stream
 from refusal import refused
 from run_comparison import assert_close, assert_same, up_to_date, wait_for
-from trained_runs import metrics, write_network
+from trained_runs import metrics, report_of, write_network
 from trainer_cases import checkpoint, free_port, interrupted, make_data, tensors
 
 
@@ -119,6 +119,8 @@ def test_an_idle_trainer_publishes_nothing_and_answers_prometheus(case: Path, tm
     assert shares.keys() == counts.keys() >= {"C1", "C2", "C3", "I1", "I2"}
     assert not any((*shares.values(), *counts.values()))
     assert scraped["cowrec_online_waits_for_correction",] == 0
+    assert scraped["cowrec_online_snapshot_failures_total",] == 0
+    assert scraped["cowrec_online_seconds_since_snapshot",] >= 0
     last = metrics(tmp_path / "run", "window")[-2]  # the last one was open until the end
     for key in ("auc", "calibration"):
         assert scraped[f"cowrec_online_window_{key}",] == pytest.approx(last[key], nan_ok=True)
@@ -207,6 +209,15 @@ def test_readers_have_the_rows_of_unknown_and_missing_ids_exactly(case: Path, tm
     block, bad = codec.encode_request(samples)
     assert (served.state.step, bad) == (1000 // 64 + 1, ())
     assert np.array_equal(served.predict(block), ServedModel.load(tmp_path / "export").predict(block))
+
+
+def test_expired_ids_are_neither_served_nor_exported(case: Path, tmp_path: Path) -> None:
+    """Also those that no sweep has reached: samples are seven minutes apart, and ids expire after an hour."""
+    settings = ["online.publish_seconds=0", "id_table.expire_after='1h'"]
+    run(case, tmp_path / "run", *settings, source=case / "short", publish=str(tmp_path / "published"))
+    served = assert_readers_equal_an_export(case, tmp_path / "run", tmp_path / "published")
+    resident = sum(each["resident"] for each in report_of(tmp_path / "run")["id_tables"].values())
+    assert 0 < served.counters()["resident_ids"] < resident
 
 
 def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Path) -> None:

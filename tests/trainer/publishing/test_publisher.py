@@ -285,13 +285,15 @@ def test_after_a_refused_version_the_next_full_one_is_applied(tmp_path: Path, mo
         assert own[2] > 3
 
 
-def test_a_truncated_full_version_is_replaced_by_the_one_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("problem", ["truncated", "of a newer format"])
+def test_a_full_version_that_cannot_be_read_is_replaced_by_the_one_before(tmp_path: Path, problem: str) -> None:
     model = Model()
     with publisher(str(tmp_path), compact_after=3) as out:
         publish_many(out, model, {}, 9)
     full = sorted(tmp_path.glob("full-*.cow"))
     assert len(full) == 2
-    full[-1].write_bytes(full[-1].read_bytes()[:-1])
+    content = full[-1].read_bytes()
+    full[-1].write_bytes(content[:-1] if problem == "truncated" else MAGIC[:-1] + b"9" + content[len(MAGIC) :])
     with reading(str(tmp_path)) as reader:
         wait_for(lambda: reader.version == 9)
         assert reader.model.same_as(model)
