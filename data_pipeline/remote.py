@@ -62,9 +62,8 @@ def local_path(place: Place) -> Path:
     try:
         return Path(pafs.FileSystem.from_uri(text)[1] if _URI.match(text) else text)
     except pa.ArrowInvalid as error:
-        raise UserError(
-            f"{text} is no valid URI ({error}); write three slashes, file:///folder, and %20 for a space, or a path"
-        ) from None
+        remedy = "write three slashes, file:///folder, and %20 for a space, or a path"
+        raise UserError(f"{text} is no valid URI ({error}); {remedy}") from None
 
 
 def require_local(place: Place, what: str, why: str) -> Path:

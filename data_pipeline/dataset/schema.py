@@ -316,9 +316,7 @@ class Schema:
             raise UserError(f"{path} cannot be read ({error}); prepare the data set again") from error
         version = content.get("format_version") if isinstance(content, dict) else None
         if version != FORMAT_VERSION:
-            raise UserError(
-                f"{path} has format version {version!r}, this cowrec reads {FORMAT_VERSION}; prepare the data set again"
-            )
+            raise UserError(f"{path} has format version {version!r}, not {FORMAT_VERSION}; prepare the data set again")
         try:
             # Strict JSON mode requires exact types, and accepts a list for a tuple.
             return _adapter().validate_json(text, strict=True)

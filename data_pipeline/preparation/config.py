@@ -96,10 +96,8 @@ class PrepareConfig:
             ("split", get_args(SplitKind)),
             ("on_bad_row", (None, *get_args(OnBadRow))),
         ):
-            if getattr(self, name) not in choices:
-                raise UserError(
-                    f"{name} must be one of {', '.join(filter(None, choices))}, got {getattr(self, name)!r}"
-                )
+            if (value := getattr(self, name)) not in choices:
+                raise UserError(f"{name} must be one of {', '.join(filter(None, choices))}, got {value!r}")
         if self.hash_buckets and self.raw_ids:
             raise UserError("hash_buckets and raw_ids exclude each other; give one of them")
         self.check_vocabulary("", self.min_count > 1, self.max_ids)
@@ -121,19 +119,16 @@ class PrepareConfig:
         for key in ("test_fraction", "validation_fraction"):
             if not 0 <= (getattr(self, key) or 0.0) < 1:
                 raise UserError(f"{key} must be in [0, 1), got {getattr(self, key)}")
-        if (self.test_fraction or 0.0) + (self.validation_fraction or 0.0) >= 1:
-            raise UserError(
-                f"test_fraction + validation_fraction must be less than 1, got {self.test_fraction} +"
-                f" {self.validation_fraction}"
-            )
+        test, validation = self.test_fraction or 0.0, self.validation_fraction or 0.0
+        if test + validation >= 1:
+            raise UserError(f"test_fraction + validation_fraction must be less than 1, got {test} + {validation}")
         if not 0 < self.negative_fraction <= 1:
             raise UserError(f"negative_fraction must be in (0, 1], got {self.negative_fraction}")
-        if self.test_from is not None:
-            first_test = seconds_of("test_from", self.test_from)
-            if self.validation_from is not None and seconds_of("validation_from", self.validation_from) >= first_test:
-                raise UserError(
-                    f"validation_from must be before test_from, got {self.validation_from} and {self.test_from}"
-                )
+        first, following = self.validation_from, self.test_from
+        if following is not None:
+            first_test = seconds_of("test_from", following)
+            if first is not None and seconds_of("validation_from", first) >= first_test:
+                raise UserError(f"validation_from must be before test_from, got {first} and {following}")
 
     def check_vocabulary(self, where: str, min_count: int, max_ids: int) -> None:
         """Raises ValueError if a limit on the ids of a vocabulary is given, where the settings make no vocabulary."""

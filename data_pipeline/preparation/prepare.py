@@ -153,9 +153,7 @@ def _layout(name: LayoutName, schema_file: PathLike | None, earlier: Schema | No
         )
     if earlier is not None:
         if earlier.name != name:
-            raise UserError(
-                f"the earlier data set has the layout {earlier.name!r}; {name!r} cannot be prepared like it"
-            )
+            raise UserError(f"the earlier data set has the layout {earlier.name!r}, and these files have {name!r}")
         return Layout.from_json(earlier.settings["layout"])
     if schema_file is not None:
         return load_schema_file(schema_file)
@@ -267,18 +265,14 @@ def _split_rule(
 
 def _by_files(files: Sequence[RawFile], groups: Sequence[Sequence[str]]) -> SplitRule | None:
     """Returns the rule for the files of each split; None without files of the test split."""
-    _, validation, test = map(len, groups)
-    samples, first_test = [file.samples for file in files], len(files) - test
-    if not test:
+    if not groups[2]:
         return None
-    of_split = {"training": files[: first_test - validation]}
-    of_split |= {"validation": files[first_test - validation : first_test], "test": files[first_test:]}
-    for name, own in of_split.items():
-        if own and not any(file.samples for file in own):
-            raise UserError(
-                f"the files of the {name} split have no samples: {', '.join(groups[[*of_split].index(name)])}"
-            )
-    return by_order(sum(samples), sum(samples[first_test:]), sum(samples[first_test - validation : first_test]))
+    samples, sizes = {file.source.path: file.samples for file in files}, []
+    for name, paths in zip(("training", "validation", "test"), groups, strict=True):
+        sizes.append(sum(samples[path] for path in paths))
+        if paths and not sizes[-1]:
+            raise UserError(f"the files of the {name} split have no samples: {', '.join(paths)}")
+    return by_order(sum(sizes), sizes[2], sizes[1])
 
 
 def _settings(config: PrepareConfig, layout: Layout, split: SplitRule) -> dict[str, object]:

@@ -112,9 +112,7 @@ def _newest(times: ValueCounts, share: float, end: int) -> int:
     from_here = np.cumsum(times.counts[::-1])[::-1]
     possible = np.flatnonzero((values < end) & (values > values[0]))
     if not len(possible):
-        raise UserError(
-            f'split = "time": the {times.total:,} samples have {len(values)} different times, too few for these splits'
-        )
+        raise UserError(f'split = "time": the {times.total:,} samples have {len(values)} different times, too few')
     return int(values[possible[np.argmin(np.abs(from_here[possible] - share * times.total))]])
 
 

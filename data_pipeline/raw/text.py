@@ -240,9 +240,7 @@ def _zip_member(file: Any) -> IO[bytes]:
             raise _Refused(f"the file is {what}")
     if len(members) != 1:
         names = ", ".join(member.filename for member in members[:9])
-        raise _Refused(
-            f"the zip archive has {len(members)} files ({names}), must have one; extract it and give the folder"
-        )
+        raise _Refused(f"the zip archive has {len(members)} files ({names}), must have one; give the extracted folder")
     return archive.open(members[0])
 
 

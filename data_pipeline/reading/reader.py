@@ -229,10 +229,8 @@ class Reader:
             return load_shards(self._data_dir, self.schema, self.split, numbers, device)
         finally:  # in place of an error about such a shard, too
             if Schema.load(self._data_dir) != self._stored:
-                raise UserError(
-                    f"{self._data_dir} was replaced by another data set since this run began, whose ids mean something"
-                    " else; start a new run"
-                )
+                where = f"{self._data_dir} was replaced by another data set since this run began"
+                raise UserError(f"{where}, whose ids mean something else; start a new run")
 
     def _starts(self, parts: Sequence[int]) -> list[int]:
         """Returns where the complete shards of parts start in a block of them, and where the last shard ends."""

@@ -241,9 +241,7 @@ def drift_config(data_dir: str | os.PathLike[str]) -> DriftConfig:
     """Reads the configuration from a data set of `synthesize_drifting`. Raises ValueError if it has another origin."""
     schema = Schema.load(data_dir)
     if schema.name != NAME:
-        raise UserError(
-            f"{data_dir} must be a drifting data set, got {schema.name!r}; create one with cowrec synthesize --days"
-        )
+        raise UserError(f"{data_dir} is no drifting data set; create one with cowrec synthesize --days")
     settings = schema.settings["drift"]
     lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
     return DriftConfig(**{**settings, **lists})

@@ -163,7 +163,7 @@ def test_a_data_set_prepared_like_another_can_be_imitated(tmp_path):
     third = prepare("criteo", raw, tmp_path / "c", like=tmp_path / "b")
     assert first.sparse == second.sparse == third.sparse
     assert read_split(tmp_path / "b", "test") == read_split(tmp_path / "c", "test")
-    message = "has the layout 'criteo'; 'avazu' cannot be prepared like it"
+    message = "has the layout 'criteo', and these files have 'avazu'"
     refused(message, prepare, "avazu", raw, tmp_path / "d", like=tmp_path / "a")
     (tmp_path / "a" / "vocabulary" / "C3.parquet").unlink()
     refused(r"C3\.parquet is missing or damaged", prepare, "criteo", raw, tmp_path / "d", like=tmp_path / "a")
