@@ -25,7 +25,7 @@ from torch import Tensor
 from cowrec.sparse_opt.algorithm.adam import adam_constants
 from cowrec.sparse_opt.kernels import triton_replay
 from cowrec.sparse_opt.kernels.layout import DECAY_INTERVAL, AdamState, DeviceSteps, LookupLayout
-from cowrec.sparse_opt.optim.replay import StepHistory, decay_thresholds
+from cowrec.sparse_opt.optim.replay import StepHistory, rest_thresholds
 
 from .machine import about, append
 from .rows import CONFIG, LIMIT, falling_rate
@@ -87,8 +87,8 @@ def timed(last: Tensor, step: int, change: Callable[[AdamState], None]) -> dict[
     begin, fastest = triton_replay.distinct_begins(rows), None
     for _ in range(RUNS if device.type == "cuda" else 1):
         state, reached = AdamState(*(each.clone() for each in start)), last.clone()
-        steps = DeviceSteps(taken, reached, *history.schedule, one.float(), 0.0 * one.double(), layout.dim)
-        arguments = (state, steps, adam_constants(CONFIG), decay_thresholds(CONFIG, 1.0, [LIMIT]))
+        steps = DeviceSteps(taken, reached, *history.step_scalars, one.float(), 0.0 * one.double(), layout.dim)
+        arguments = (state, steps, adam_constants(CONFIG), rest_thresholds(CONFIG, 1.0, [LIMIT]))
         if device.type == "cuda":
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             began.record()

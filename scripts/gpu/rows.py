@@ -34,7 +34,7 @@ from cowrec.sparse_opt.kernels.layout import (
 from cowrec.sparse_opt.kernels.torch_rows import RowSums, exact_root, find_rows, is_behind, row_sums, tables_of_rows
 from cowrec.sparse_opt.lookups.row_backends import NumbaRows, RowBackend, TorchRows, TritonRows
 from cowrec.sparse_opt.lookups.statistics import ClipStatistics
-from cowrec.sparse_opt.optim.replay import StepHistory, decay_thresholds, log_beta2
+from cowrec.sparse_opt.optim.replay import StepHistory, log_beta2, rest_thresholds
 from cowrec.trainer.bench.measurement import last_steps
 
 CONFIG = AdamConfig(lr=1e-3, l2=1e-4, eps=1e-7, adam_epsilon="keras", absent_rows="replay")
@@ -166,12 +166,12 @@ def steps(problem: Problem, kind: str) -> Iterator[int]:
         backend = TritonRows(*made) if kind == "triton" else NumbaRows(*made)
     history = StepHistory(CONFIG, device)
     history.replace(falling_rate(np.arange(1, problem.step + 1)))
-    thresholds = decay_thresholds(CONFIG, 1.0, [LIMIT] * layout.tables)
+    thresholds = rest_thresholds(CONFIG, 1.0, [LIMIT] * layout.tables)
     log_decay = torch.tensor([log_beta2(CONFIG)], dtype=torch.float64, device=device)
 
     def adam() -> AdamRows:
         taken = torch.tensor([problem.step], dtype=torch.int32, device=device)
-        on_device = DeviceSteps(taken, problem.last_step, *history.schedule, ones, log_decay, layout.dim)
+        on_device = DeviceSteps(taken, problem.last_step, *history.step_scalars, ones, log_decay, layout.dim)
         scalars = history.scalars(max(problem.step, 1), falling_rate(problem.step))
         numbers = (problem.step, scalars, log_beta2(CONFIG), False, None)
         return AdamRows(problem.state, adam_constants(CONFIG), thresholds, on_device, *numbers)

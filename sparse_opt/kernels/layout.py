@@ -168,7 +168,7 @@ class AdamState(NamedTuple):
     exp_avg_sq: Tensor
 
 
-class Schedule(NamedTuple):
+class StepScalars(NamedTuple):
     """:class:`AdamScalars` of steps 1, 2, ..., float32 [at least the steps so far]."""
 
     step_sizes: Tensor
@@ -184,11 +184,11 @@ class DeviceSteps(NamedTuple):
     # last step that each row took, int32 [rows of all tables]; ``~t`` (negative) for a row that decayed in step t.
     # Empty where rows are not replayed
     last_step: Tensor
-    step_sizes: Tensor  # as in Schedule
-    denominator_scales: Tensor  # as in Schedule
-    decays: Tensor  # as in Schedule
+    step_sizes: Tensor  # as in StepScalars
+    denominator_scales: Tensor  # as in StepScalars
+    decays: Tensor  # as in StepScalars
     lr_factors: Tensor  # factor of each table's learning rate, float32 [tables]
-    log_beta2: Tensor  # logarithm of the decay of the second moment, float64 [1]
+    log_beta2: Tensor  # logarithm of beta2, float64 [1]
     # leading columns of each table that are under Adam and catch up; others are under FTRL; int64 [tables]
     adam_columns: Tensor
 
@@ -200,8 +200,8 @@ class RowResults(NamedTuple):
     table: Tensor  # its table, int [nnz]; -1 in the padding
 
 
-class DecayThresholds(NamedTuple):
-    """Thresholds below which an element has decayed (see replay.py)."""
+class RestThresholds(NamedTuple):
+    """Thresholds below which an element is at rest (see replay.py)."""
 
     # the configured learning rate; a first moment is judged by it or by the step's, if larger, each times the table's
     # factor
@@ -215,7 +215,7 @@ class AdamRows(NamedTuple):
 
     state: AdamState  # weights and moments, updated in place
     constants: AdamConstants  # the settings
-    thresholds: DecayThresholds  # of decayed rows; those of no row where rows are not replayed
+    thresholds: RestThresholds  # of rows at rest; those of no row where rows are not replayed
     steps: DeviceSteps  # the steps; ``last_step`` is updated in place, and empty where rows are not replayed
     step: int  # the latest step: it is being taken, or rows are brought to it
     scalars: AdamScalars  # of that step

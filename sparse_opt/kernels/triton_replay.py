@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..algorithm.adam import AdamConstants
-from .layout import DECAY_INTERVAL, AdamState, DecayThresholds, DeviceSteps, LookupLayout, TableClips
+from .layout import DECAY_INTERVAL, AdamState, DeviceSteps, LookupLayout, RestThresholds, TableClips
 from .triton_rows import (
     clip_factors,
     divide,
@@ -135,7 +135,7 @@ def replay_rows_on_device(
     state: AdamState,
     steps: DeviceSteps,
     constants: AdamConstants,
-    thresholds: DecayThresholds,
+    thresholds: RestThresholds,
 ) -> None:
     """Takes the missed steps of rows, as in :class:`LookupIds`, up to ``steps.taken``, in place.
 

@@ -304,7 +304,7 @@ class CollectionAdam:
 
     def _stored_rates(self) -> list[float]:
         """Learning rates of all steps, the same on all ranks."""
-        lrs, device = self.history.lrs, self.history.schedule.step_sizes.device
+        lrs, device = self.history.lrs, self.history.step_scalars.step_sizes.device
         agreed = torch.full((self._agreed_steps(),), -1.0, dtype=torch.float64, device=device)
         agreed[: len(lrs)] = lrs.to(device)
         if self._group.size() > 1:
@@ -330,7 +330,7 @@ class CollectionAdam:
         """Steps taken, also on ranks that hold no table and took none."""
         if self._group.size() == 1:
             return self.step
-        steps = torch.tensor(self.step, device=self.history.schedule.step_sizes.device)
+        steps = torch.tensor(self.step, device=self.history.step_scalars.step_sizes.device)
         dist.all_reduce(steps, dist.ReduceOp.MAX, group=self._group)
         return int(steps)
 

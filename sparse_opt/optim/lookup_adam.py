@@ -19,7 +19,7 @@ from ..lookups.row_backends import Inputs
 from ..lookups.wrapped_lookup import WrappedLookup
 from ..tbe.lookup import TbeLookup
 from .all_rows import update_all_rows
-from .replay import StepHistory, absent_clip_binds, decay_thresholds, log_beta2
+from .replay import StepHistory, absent_clip_binds, log_beta2, rest_thresholds
 
 _ROWS_AT_ONCE = 1 << 22
 _NO_SCALARS = AdamScalars(0.0, 0.0, 0.0)
@@ -67,7 +67,7 @@ class LookupAdam:
         self._log_beta2_here = torch.tensor([self._log_beta2], dtype=torch.float64, device=weights.device)
         limits = wrapped.limits.per_table
         self._clips_absent = any(absent_clip_binds(limit, config) for limit in limits)
-        self._thresholds = decay_thresholds(config, max(self._lr_factors.tolist()), limits)
+        self._thresholds = rest_thresholds(config, max(self._lr_factors.tolist()), limits)
         self._captured: RowResults | None = None
         # Version of the weights' memory that the optimizer wrote last; None while managed collision writes rows.
         self._seen: int | None = self.lookup.parameter._version
@@ -100,7 +100,7 @@ class LookupAdam:
 
     @property
     def _device_steps(self) -> DeviceSteps:
-        numbers = (*self._history.schedule, self._lr_factors_here, self._log_beta2_here, self._adam_columns)
+        numbers = (*self._history.step_scalars, self._lr_factors_here, self._log_beta2_here, self._adam_columns)
         return DeviceSteps(self._taken, self.last_step, *numbers)
 
     def _rows(self, scalars: AdamScalars = _NO_SCALARS) -> AdamRows:

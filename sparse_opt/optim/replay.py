@@ -12,7 +12,7 @@ from cowrec.errors import UserError
 
 from ..algorithm.adam import AdamConfig, AdamScalars, adam_constants, adam_scalars
 from ..algorithm.clip import RowLimit
-from ..kernels.layout import DecayThresholds, Schedule
+from ..kernels.layout import RestThresholds, StepScalars
 from ..lookups.rules import TableRules
 
 DECAYED = 1e-11
@@ -55,16 +55,16 @@ def log_beta2(config: AdamConfig) -> float:
     return log(beta2) if beta2 > 0 else -inf
 
 
-def decay_thresholds(config: AdamConfig, largest_lr_factor: float, limits: Sequence[RowLimit]) -> DecayThresholds:
+def rest_thresholds(config: AdamConfig, largest_lr_factor: float, limits: Sequence[RowLimit]) -> RestThresholds:
     """Thresholds of the rows of a lookup, whose tables have these limits and at most this factor of the rate."""
     constants = adam_constants(config)
     weight = _decayed_weight(config, config.lr * largest_lr_factor, [limit.floor for limit in limits])
     # A rate of 0 may be followed by another one, under which moments move weights again.
-    return DecayThresholds(config.lr or 1.0, weight, weight * constants.eps * constants.one_minus_beta1)
+    return RestThresholds(config.lr or 1.0, weight, weight * constants.eps * constants.one_minus_beta1)
 
 
 def largest_rate(config: AdamConfig, lr_factors: Iterable[float]) -> float:
-    """Largest learning rate of a schedule whose rows are at rest by the thresholds of ``config.lr``.
+    """Largest learning rate of a run whose rows are at rest by the thresholds of ``config.lr``.
 
     A row at rest moves by less than :data:`DECAYED` at ``config.lr``, and by less than float32 shows at this rate.
     """
@@ -106,7 +106,9 @@ class StepHistory:
         self._lrs = np.empty(0)
         self._steps = 0
         self._scheduled, self._scheduled_lr = 0, config.lr
-        self.schedule = Schedule(*(torch.empty(0, dtype=torch.float32, device=device) for _ in Schedule._fields))
+        self.step_scalars = StepScalars(
+            *(torch.empty(0, dtype=torch.float32, device=device) for _ in StepScalars._fields)
+        )
 
     @property
     def is_replayed(self) -> bool:
@@ -131,7 +133,7 @@ class StepHistory:
         self._reserve(self._scheduled)
         if count == 1:
             # fill_ passes the number with the kernel; an assignment may copy it from the host.
-            for values, value in zip(self.schedule, self.scalars(step, lr), strict=True):
+            for values, value in zip(self.step_scalars, self.scalars(step, lr), strict=True):
                 values[step - 1 : step].fill_(value)
         else:
             self._write(step, np.full(count, lr))
@@ -165,7 +167,7 @@ class StepHistory:
         self._write(1, self._lrs)
 
     def _write(self, first: int, lrs: np.ndarray) -> None:
-        columns = np.empty((len(Schedule._fields), len(lrs)), np.float32)
+        columns = np.empty((len(StepScalars._fields), len(lrs)), np.float32)
         for number, lr in enumerate(lrs.tolist()):
             if max(self._config.betas) ** (first + number) < _NOTHING:
                 # Powers in numpy may be rounded otherwise; but here all corrections are 1, to the last bit.
@@ -174,13 +176,15 @@ class StepHistory:
                 break
             columns[:, number] = self.scalars(first + number, lr)
         both = torch.from_numpy(columns)
-        if self.schedule.step_sizes.is_cuda:
+        if self.step_scalars.step_sizes.is_cuda:
             both = both.pin_memory()
-        for values, written in zip(self.schedule, both, strict=True):
+        for values, written in zip(self.step_scalars, both, strict=True):
             values[first - 1 : first - 1 + len(lrs)].copy_(written, non_blocking=True)
 
     def _reserve(self, steps: int) -> None:
-        capacity = len(self.schedule.step_sizes)
+        capacity = len(self.step_scalars.step_sizes)
         if steps > capacity:
             more = max(steps, 2 * capacity, 2 * _AHEAD) - capacity
-            self.schedule = Schedule(*(torch.cat([values, values.new_zeros(more)]) for values in self.schedule))
+            self.step_scalars = StepScalars(
+                *(torch.cat([values, values.new_zeros(more)]) for values in self.step_scalars)
+            )

@@ -25,10 +25,10 @@ from cowrec.sparse_opt.kernels import triton_replay, triton_rows
 from cowrec.sparse_opt.kernels.layout import (
     AdamState,
     Blocks,
-    DecayThresholds,
     DeviceSteps,
     LookupBags,
     LookupLayout,
+    RestThresholds,
     TableClips,
 )
 from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
@@ -97,7 +97,7 @@ def launch(variant: Variant) -> None:
     bags = LookupBags(indices, offsets, blocks, count * variant.width)
     ids = find_rows_on_device(layout, bags, per_table)
     for clips_of_absent in (None, clips):
-        arguments = (state, steps, constants, DecayThresholds(1e-4, 1e-11, 1e-19))
+        arguments = (state, steps, constants, RestThresholds(1e-4, 1e-11, 1e-19))
         replay_rows_on_device(ids.row, ids.begin, layout, clips_of_absent, *arguments)
     id_weights = variant.tensor(count) if variant.weighted else None
     pool_rows_on_device(layout, bags, id_weights, state.weights, variant.tensor(bags.size))

@@ -54,14 +54,14 @@ class Combination(NamedTuple):
 def bench(settings: Bench, output: Path, *, mlperf: bool = False) -> list[dict[str, Any]]:
     """Measures every combination; writes a JSON object per line as soon as it is measured.
 
-    Of MLPerf's shape, the batch sizes are those of all processes together; under torchrun all measure together, and the
-    first process has the lines. Of Criteo's shape, one pass over the stream of ids first records the last sample of
-    every row, which all combinations use.
+    In MLPerf's shape the batch sizes are those of all processes together; under torchrun all processes measure
+    together, and the first one has the lines. In Criteo's shape one pass over the stream of ids first records the last
+    sample of every row, which all combinations use.
 
     Returns:
         The lines. Each has mode, clip, precision, batch_size, model, max_rows, config, versions, device, threads,
-        git_commit. A combination that failed has error, its text; the others are measured all the same. Other values,
-        as far as they were known by then:
+        git_commit. A combination that failed has error, its text; the others are measured all the same. Other values
+        that were known by then:
         * table_rows, table_bytes, moments_bytes;
         * samples_per_second and step_ms (medians over the steps), samples_per_second_quartiles, steps (how many);
         * host_ms: processor time of all threads of the process per step. kernels: launched per step, and captured:
@@ -75,8 +75,8 @@ def bench(settings: Bench, output: Path, *, mlperf: bool = False) -> list[dict[s
         * of MLPerf's shape world_size and samples_per_second_of_gpu (of a process).
 
     Raises:
-        ValueError: a batch size of MLPerf's shape is not a multiple of the number of processes.
-        Interrupted: by Ctrl-C; the file has the combinations measured before.
+        UserError: a batch size of MLPerf's shape is not a multiple of the number of processes.
+        Interrupted: Ctrl-C ended a combination; the file has the combinations measured before.
     """
     with tempfile.TemporaryDirectory() as folder:
         found = _of_mlperf(settings) if mlperf else _of_criteo(settings, Path(folder) / "last_samples.npy")
@@ -106,9 +106,9 @@ def _of_mlperf(settings: Bench) -> list[Combination]:
 def measured_lines(combinations: Iterable[Combination], *, keeps_process: bool) -> Iterator[dict[str, Any]]:
     """Measures one combination after the other; yields its line, on the first process.
 
-    On CPU each combination has a process of its own, whose peak memory is counted. On CUDA torch counts the peak, and
-    all share a process, which compiles kernels once; after a failure a new one is started. Processes of torchrun
-    measure themselves.
+    With ``keeps_process``, on CUDA where torch counts the peak memory, the combinations share a process, which compiles
+    kernels once. On CPU each has its own process, whose peak memory is counted. Processes of torchrun measure
+    themselves.
     """
     with Subprocess() as process:
         for combination in combinations:
@@ -160,10 +160,10 @@ def _written(lines: Iterable[dict[str, Any]], output: Path) -> list[dict[str, An
 
 
 def table(lines: Lines) -> str:
-    """Three tables of combinations that did not fail: speed and memory, time of a step's parts, time of 10 epochs.
+    """Formats combinations that did not fail: speed and memory, time of a step's parts, time of 10 epochs.
 
-    Memory is in GB: the peak, and the size of tables and moments. Lines of MLPerf's shape have what was published for
-    it instead of the time of 10 epochs.
+    Memory is in GB: the peak, and the size of tables and moments. In MLPerf's shape the published speed is in place of
+    the time of 10 epochs.
     """
     head = ["mode", "batch", "samples/s", "quartiles", "step ms", "peak GB", "tables GB"]
     parts = [part.replace("_", " ") for part in lines[0]["step_parts_ms"]]
@@ -178,7 +178,7 @@ def table(lines: Lines) -> str:
 
 
 def short(line: dict[str, Any]) -> str:
-    """One line of text about a combination."""
+    """Formats a combination in one line."""
     if "error" in line:
         return f"{_name(line)}, batch {size_name(line['batch_size'])}: failed: {line['error']}"
     name, batch, speed, _, step, peak, *_ = _cells(line)
@@ -221,7 +221,7 @@ def _cells(line: dict[str, Any]) -> list[str]:
 
 
 def _name(line: dict[str, Any]) -> str:
-    """The mode, followed by the values that are not the default."""
+    """Names the mode, and the values that are not the default."""
     unclipped = ["no clip"] if line["clip"] == "off" else []
     precision = [line["precision"]] if line["precision"] != "float32" else []
     return ", ".join([line["mode"], *unclipped, *precision])

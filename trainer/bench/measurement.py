@@ -59,10 +59,7 @@ class Bench:
     """Settings of a benchmark, which the flags of `cowrec bench` describe.
 
     Each combination of modes, clips, precisions and batch sizes is one line. ``max_rows`` of None is Criteo's full
-    vocabulary.
-
-    Raises:
-        ValueError: a value that is unknown, out of range or repeated.
+    vocabulary. Raises UserError for a value that is unknown, out of range or repeated.
     """
 
     modes: Sequence[str] = ("replay", "lazy", "dense")
@@ -91,7 +88,7 @@ class Bench:
 
     @property
     def samples(self) -> int:
-        """Samples of the stream before the measurement starts: complete steps of the largest batch."""
+        """Number of samples before the measurement starts: complete steps of the largest batch."""
         largest = max(self.batch_sizes)
         return max(round(self.epoch_share * EPOCH_SAMPLES / largest), 1) * largest
 
@@ -99,7 +96,7 @@ class Bench:
 def criteo_config(
     model: str, batch_size: int, mode: str, clip: str = "on", precision: str = "float32", device: str = "cpu"
 ) -> RunConfig:
-    """The published settings for Criteo, those of trainer/configs/criteo.toml, at a batch size."""
+    """Makes the published settings for Criteo, those of trainer/configs/criteo.toml, at a batch size."""
     train = {"batch_size": batch_size, "device": device, "precision": precision}
     published = load_config(_CRITEO)
     rule = {"rule": published.clip.rule if clip == "on" else "none"}
@@ -111,9 +108,9 @@ class Case:
     """One combination to measure.
 
     Attributes:
-        samples: samples of the stream before the measurement.
+        samples: number of samples of the stream before the measurement.
         last_samples: file with the result of :meth:`CriteoIds.last_samples` for these samples.
-        max_steps: most steps to time.
+        max_steps: largest number of steps to time.
         seconds: time after which no further step is timed.
     """
 
@@ -138,7 +135,7 @@ class Case:
 
 
 def cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]:
-    """The combinations, batch size by batch size, so that results to compare are measured close together."""
+    """Yields the combinations by batch size, so that results to compare are measured close together."""
     variants = (settings.precisions, settings.modes, settings.clips)
     for batch_size, precision, mode, clip in product(settings.batch_sizes, *variants):
         steps = min(max(_MOST_SAMPLES // batch_size, _LEAST_STEPS), _MOST_STEPS)
@@ -149,7 +146,7 @@ def cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]
 
 
 def run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
-    """The result of :meth:`CriteoIds.last_samples` for the first samples of the stream, with a progress bar."""
+    """Runs :meth:`CriteoIds.last_samples` on the first samples of the stream, with a progress bar."""
     total = samples * len(ids.table_rows)
     hidden = not sys.stderr.isatty()
     with tqdm(total=total, unit=" ids", desc="ids before", unit_scale=True, leave=False, disable=hidden) as bar:
@@ -161,8 +158,8 @@ class SteadyRun(NamedTuple):
 
     Attributes:
         step: takes the step of a number, from 0.
-        batches: on the device, each for one step.
-        ids: of each field in the first batch, on CPU.
+        batches: batches on the device, one for each step.
+        ids: ids of each field in the first timed batch, on CPU.
         rss_before: memory before the tables, in bytes.
     """
 
@@ -218,8 +215,8 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
     with steady_run(case) as run:
         device = run.device
         timed = step_times(run.step, case.batch_size, case.max_steps, case.seconds, device)
-        moments = [tensor for key, tensor in stored(run.adam).items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
-        moments_bytes = sum(moment.nbytes for moment in moments)
+        stored_tensors = stored(run.adam).items()
+        moments_bytes = sum(tensor.nbytes for key, tensor in stored_tensors if ".exp_avg" in key)
         yield {
             **timed,
             "captured": graph_captured(run.pipeline, device),
@@ -256,7 +253,7 @@ def make_schema(case: Case) -> Schema:
 
 
 def _batches(case: Case, schema: Schema, first: int, count: int) -> list[Batch]:
-    """Batches of the stream from sample ``first`` on; dense features and labels are noise of Criteo's shape."""
+    """Makes batches of the stream from sample ``first`` on; dense features and labels are noise of Criteo's shape."""
     size, generator = case.batch_size, torch.Generator().manual_seed(first)
     made = []
     for start in range(first, first + count * size, size):
@@ -268,50 +265,44 @@ def _batches(case: Case, schema: Schema, first: int, count: int) -> list[Batch]:
     return made
 
 
-def _gradient_size(adam: EmbeddingAdam, batch: Batch, second_decay: float) -> Tensor:
-    """Root mean square of the gradients that the first step left in the second moments of its rarest rows: float [P].
+def _gradient_size(adam: EmbeddingAdam, batch: Batch, beta2: float) -> Tensor:
+    """Computes the root mean square of the first step's gradients from the second moments of its rarest rows: [P].
 
-    Gradients of frequent rows are larger sums, but do not matter, since these rows are never absent for long.
+    Gradients of frequent rows do not matter: these rows are never absent for long.
     """
     state, of_field = stored(adam), batch.sparse.to_dict()
     found = {field: ids.values().long().unique(return_counts=True) for field, ids in of_field.items()}
     second = torch.cat([state[f"{field}.exp_avg_sq"][rows] for field, (rows, _) in found.items()])
     counts = torch.cat([counts for _, counts in found.values()])
-    return (second[counts == counts.min()].mean(0) / (1 - second_decay)).sqrt().cpu()
+    return (second[counts == counts.min()].mean(0) / (1 - beta2)).sqrt().cpu()
 
 
 def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor, betas: tuple[float, float]) -> None:
     """Sets moments and last steps of all rows to their values after ``steps_before`` steps."""
     adam.steps = case.steps_before
     state = stored(adam)
-    first_decay, second_decay = betas
+    beta1, beta2 = betas
     device = next(iter(state.values())).device
     generator, size = torch.Generator(device).manual_seed(1), size.to(device)
     start = 0
     for field, rows in enumerate(case.ids.table_rows.tolist(), 1):
-        table = {
-            key: state[f"C{field}.{key}"]
-            for key in ("exp_avg", "exp_avg_sq", "last_step")
-            if f"C{field}.{key}" in state
-        }
-        for tensor in table.values():
-            tensor.zero_()
+        kept = [key for key in ("exp_avg", "exp_avg_sq", "last_step") if f"C{field}.{key}" in state]
         for first in range(0, rows, _ROWS_AT_ONCE):
             count = min(_ROWS_AT_ONCE, rows - first)
             last = _last_steps(case, start + first, count).to(device)
             gradient = torch.randn(count, len(size), generator=generator, device=device) * size * (last > 0)[:, None]
             values = {
-                "exp_avg": (1 - first_decay) * gradient,
-                "exp_avg_sq": (1 - second_decay) * gradient.square(),
+                "exp_avg": (1 - beta1) * gradient,
+                "exp_avg_sq": (1 - beta2) * gradient.square(),
                 "last_step": last[:, None],
             }
-            for key, tensor in table.items():
-                tensor[first : first + count] = values[key]
+            for key in kept:
+                state[f"C{field}.{key}"][first : first + count] = values[key]
         start += rows
 
 
 def stored(adam: EmbeddingAdam) -> dict[str, Tensor]:
-    """State of the tables as it is, by "<table>.<name>"; the one process holds all of it."""
+    """Returns the state of the tables as it is, by "<table>.<name>"; the one process holds all of it."""
     with adam.as_stored():  # reading must not bring rows up to date
         state = adam.state_dict()["state"]
     return {
@@ -323,12 +314,12 @@ def stored(adam: EmbeddingAdam) -> dict[str, Tensor]:
 
 
 def _last_steps(case: Case, first: int, count: int) -> Tensor:
-    # Mapped again for every block, because a mapped file's pages count as memory of this process.
+    # The file is mapped again for every block, because its mapped pages count as memory of this process.
     samples = np.load(case.last_samples, mmap_mode="r")[first : first + count]
     return torch.from_numpy(last_steps(samples, case.batch_size, case.steps_before))
 
 
 def last_steps(last_samples: np.ndarray, batch_size: int, steps: int) -> np.ndarray:
-    """Step (from 1) of each row's last sample (from 1, 0 for none) in a stream of ``steps`` steps: int32."""
+    """Finds the step (from 1) of each row's last sample (from 1, 0 for none) in a stream of ``steps`` steps: int32."""
     found: np.ndarray = np.minimum(-(-last_samples.astype(np.int32) // np.int32(batch_size)), np.int32(steps))
     return found

@@ -56,7 +56,7 @@ class ClickDCN(DLRM_DCN):
 
 
 def mlperf_config(batch_size: int, precision: str, clip: str, device: str) -> RunConfig:
-    """Settings of the reference for a batch over all processes; nothing scales them."""
+    """Makes the settings of the reference for a batch over all processes; nothing scales them."""
     unscaled = {"scaling": "none", "base_batch_size": batch_size, "l2": 0.0, "warmup_epochs": 0.0}
     rates = {"embedding_lr": LEARNING_RATE, "dense_lr": LEARNING_RATE, "eps": EPS}
     return config_from(
@@ -117,7 +117,7 @@ def build_mlperf(config: RunConfig, rows: Sequence[int], process: Process) -> Di
 
 
 def make_batch(table_rows: Sequence[int], global_batch_size: int, process: Process, seed: int) -> Batch:
-    """Samples of one process. The first id of a feature is skewed, and determines the others.
+    """Makes the samples of one process. The first id of a feature is skewed, and determines the others.
 
     The reference makes samples of several ids in the same way: from one id by a fixed table of uniform draws. Here the
     rank of the first id is log-uniform, as if its frequency were one over the rank.
@@ -140,7 +140,7 @@ def make_batch(table_rows: Sequence[int], global_batch_size: int, process: Proce
 
 
 def mlperf_bytes_per_sample(batch: Batch) -> float:
-    """Bytes that the embeddings must move, with float32 values and int32 ids.
+    """Counts the bytes that the embeddings must move, with float32 values and int32 ids.
 
     Ids are read once; pooled rows and their gradients are written and read; distinct rows are read by the forward, and
     read and written by the update, with one number of Adagrad each.

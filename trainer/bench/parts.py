@@ -26,7 +26,7 @@ from ..sharded_model.step import CapturedSteps, Pipeline
 WARMUP_STEPS = {"cpu": 3, "cuda": 10}
 """Steps before those that are timed. On CUDA the first ones compile kernels and capture a graph."""
 LEAST_STEPS = 5
-"""Least steps that are timed."""
+"""Smallest number of steps that are timed."""
 PARTS = ("input", "lookup", "dense", "row_gradients", "clip_and_embedding_update", "dense_update", "other")
 """Parts of a step: loading and distributing the next batch; looking up rows, catch-up of missed steps included; the
 dense network forward and backward, and everything not named here; sums of gradients over a row's ids; L2, clip and
@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 
 def speed(batch_size: int, step_seconds: list[float]) -> dict[str, Any]:
-    """Samples per second and milliseconds per step: medians and quartiles over the steps."""
+    """Computes samples per second and milliseconds per step: medians and quartiles over the steps."""
     low, median, high = np.quantile(step_seconds, (0.25, 0.5, 0.75)).tolist()
     return {
         "samples_per_second": batch_size / median,
@@ -64,9 +64,9 @@ def step_values(
 
     Args:
         step_ms: median time of a step.
-        batch_size: samples of this process in a step, B.
+        batch_size: number of samples of this process in a step, B.
         step: takes a further step, not as a captured graph.
-        traffic: bytes per sample that the embeddings must move.
+        traffic: number of bytes per sample that the embeddings must move.
     """
     rates, flops = measure_rates(device, precision, batch_size), flops_per_sample(dense)
     # Products and traffic can overlap.
@@ -114,12 +114,9 @@ def step_times(
 
 
 def _mark(device: torch.device) -> Any:
-    """The present time: seconds on CPU, an event on CUDA."""
-    return (
-        torch.cuda.current_stream().record_event(torch.cuda.Event(True))
-        if device.type == "cuda"
-        else time.perf_counter()
-    )
+    """Takes the time: seconds on CPU, an event on CUDA."""
+    on_cuda = device.type == "cuda"
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(True)) if on_cuda else time.perf_counter()
 
 
 def _seconds(begin: Any, end: Any) -> float:
@@ -127,7 +124,7 @@ def _seconds(begin: Any, end: Any) -> float:
 
 
 def memory(key: str, device: torch.device) -> int:
-    """Bytes of this process: VmRSS at present, VmHWM at peak. (The peak of getrusage includes that of the parent.)"""
+    """Reads the bytes of this process: VmRSS now, VmHWM at peak. The peak of getrusage would include the parent's."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) if key == "VmRSS" else torch.cuda.max_memory_allocated(device)
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
@@ -135,7 +132,7 @@ def memory(key: str, device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Frees what an earlier measurement of this process left on a GPU, and counts the peak from here on."""
+    """Frees the memory that an earlier measurement left on a GPU, and counts the peak from here on."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -148,7 +145,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def graph_captured(pipeline: Pipeline, device: torch.device) -> bool | None:
-    """Whether the steps replay a CUDA graph; None on CPU."""
+    """Tells whether the steps replay a CUDA graph; None on CPU."""
     return isinstance(pipeline, CapturedSteps) and pipeline.captured if device.type == "cuda" else None
 
 
@@ -226,12 +223,12 @@ def measure_rates(device: torch.device, precision: str, batch_size: int) -> dict
 
 
 def flops_per_sample(dense: Mapping[str, nn.Parameter]) -> float:
-    """Operations of the dense kernels: 2 per element forward, 4 for the gradients of inputs and kernels."""
+    """Counts operations of the dense kernels: 2 per element forward, 4 for the gradients of inputs and kernels."""
     return 6.0 * sum(kernel.numel() for kernel in dense.values() if kernel.dim() >= 2)
 
 
 def bytes_per_sample(fields: int, stored_width: int, distinct_rows: float) -> float:
-    """Bytes that the embeddings must move, with float32 values and int64 ids.
+    """Counts the bytes that the embeddings must move, with float32 values and int64 ids.
 
     Ids are read once; looked-up values and their gradients are written and read; weights and both moments of the
     ``distinct_rows`` (U / B) are read and written.
@@ -240,7 +237,7 @@ def bytes_per_sample(fields: int, stored_width: int, distinct_rows: float) -> fl
 
 
 def _least_seconds(action: Callable[[], Tensor], device: torch.device) -> float:
-    """Time of an action; on CUDA of many, which the host launches faster than the device runs them."""
+    """Times an action; on CUDA many, which the host launches faster than the device runs them."""
     least, times = inf, _LAUNCHED if device.type == "cuda" else 1
     for _ in range(_REPEATS):
         begin = _mark(device)

@@ -37,7 +37,7 @@ class _Prepare(InputsCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from cowrec.data_pipeline import PrepareConfig
 
-        settings = {each.name for each in dataclasses.fields(PrepareConfig)} - {"raw_ids"}
+        settings = {key.name for key in dataclasses.fields(PrepareConfig)} - {"raw_ids"}
         for argument in args:
             flag, _, value = argument.partition("=")
             key = flag.removeprefix("--").replace("-", "_")

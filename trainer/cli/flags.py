@@ -37,21 +37,21 @@ def _count(text: str | int) -> int:
 
 def parse_counts(text: str, flag: str) -> list[int]:
     """Splits ``1K, 8K`` into [1024, 8192]."""
-    return [parse_count(each, flag) for each in parse_list(text)]
+    return [parse_count(count, flag) for count in parse_list(text)]
 
 
 def parse_list(text: str) -> list[str]:
     """Splits ``a, b`` into ["a", "b"]."""
-    return [each.strip() for each in text.split(",")]
+    return [part.strip() for part in text.split(",")]
 
 
 def parse_table_rows(text: str) -> int | None:
-    """Reads the most rows of a table; full is None. Raises ValueError for any other text."""
+    """Reads the most rows of a table; full is None. Raises UserError for any other text."""
     return None if text == "full" else parse_count(text, "--rows, if not full,")
 
 
 def parse_range(flag: str, text: str) -> tuple[float, float] | None:
-    """Reads LOWEST,HIGHEST; fixed is None. Raises ValueError, which names the flag."""
+    """Reads LOWEST,HIGHEST; fixed is None. Raises UserError, which names the flag."""
     if text == "fixed":
         return None
     try:
@@ -104,7 +104,7 @@ Keep = Annotated[
 
 def kept_columns(keep: Sequence[str] | None) -> list[str]:
     """The columns of all --keep."""
-    return [column for each in keep or () for column in parse_list(each)]
+    return [column for columns in keep or () for column in parse_list(columns)]
 
 
 PositiveValues = Annotated[
@@ -131,7 +131,7 @@ LogForm = Annotated[
 
 
 def load_run(config: Path | None, overrides: list[str] | None, data: str | None) -> tuple[Any, Path]:
-    """Loads a run's configuration; also returns its data set. Raises ValueError if one is missing or wrong."""
+    """Loads a run's configuration; also returns its data set. Raises UserError if one is missing or wrong."""
     from ..config.run import load_config
     from ..runs.local_copy import local_data
 
@@ -142,7 +142,7 @@ def load_run(config: Path | None, overrides: list[str] | None, data: str | None)
 
 
 def new_run_dir(named: Path, resume: bool) -> Path:
-    """Default folder of a run of that configuration or data set. Raises ValueError if the run needs a named one."""
+    """Default folder of a run of that configuration or data set. Raises UserError if the run needs a named one."""
     if launched_world_size() > 1:
         raise UserError("pass --run-dir under torchrun, so that all processes agree on it")
     if resume:

@@ -12,7 +12,7 @@ import typer
 
 from ..runtime.environment import launched_rank, launched_world_size, log_end, prepare_process
 from ..runtime.errors import Interrupted, is_message, message_of
-from . import bench_commands, data_commands, demo, model_commands, sweep_commands, train_commands
+from . import data_commands, demo, experiment_commands, model_commands, train_commands
 
 app = typer.Typer(
     name="cowrec",
@@ -21,7 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
 )
-for commands in (demo, data_commands, train_commands, sweep_commands, model_commands, bench_commands):
+for commands in (demo, data_commands, train_commands, experiment_commands, model_commands):
     app.add_typer(commands.app)
 
 

@@ -65,17 +65,10 @@ def _data_of(
         yield data
         return
     settings = prepare_config(None, overrides or ())
+    files = inputs or ()
     with (
-        progress_bar(work_bytes(inputs or (), like=run_dir), "B", "encode") as bar,
-        encoded(
-            run_dir,
-            inputs or (),
-            settings,
-            keep=keep,
-            beside=beside,
-            labelled=beside is None,
-            progress=bar,
-        ) as folder,
+        progress_bar(work_bytes(files, like=run_dir), "B", "encode") as bar,
+        encoded(run_dir, files, settings, keep=keep, beside=beside, labelled=beside is None, progress=bar) as folder,
     ):
         yield folder
 
@@ -122,7 +115,7 @@ def evaluate(
 
     groups, keep = by or [], list[str]()
     if inputs:
-        fields = [each.name for each in Schema.load(local_copy(run_dir, "run")).sparse]
+        fields = [field.name for field in Schema.load(local_copy(run_dir, "run")).sparse]
         keep = [column for column in groups if column not in fields]
     with _data_of(run_dir, data, inputs, overrides, keep=keep) as folder:
         quality = evaluate_run(run_dir, folder, split, by=groups, top=top, importance=importance, checkpoint=checkpoint)
@@ -184,7 +177,7 @@ def export(
     from ..export.export import export_run
 
     manifest = export_run(run_dir, output, precision, checkpoint=checkpoint)
-    size = sum(each[0] for each in manifest.files.values())
+    size = sum(size for size, _ in manifest.files.values())
     print(f"{output}: step {manifest.step}, {size:,} bytes, logits within {manifest.logits_error:.2g}")
 
 
@@ -270,17 +263,17 @@ def versions(
 
     listed = published.list_versions(target)
     rows = [["version", "kind", "step", "newest sample", "published", "bytes", "lineage", "state"]]
-    for each in listed:
-        state = "cannot be read" if each.problem else ""
+    for found in listed:
+        state = "cannot be read" if found.problem else ""
         about, lineage = ["", "", ""], ""
-        if each.blob:
-            change, lineage = each.blob.change, each.blob.lineage
-            about = [str(change.step), _date(change.sample_time), _date(each.blob.created)]
-        rows.append([str(each.version), each.kind, *about, f"{each.size:,}", lineage[:8], state])
+        if found.blob:
+            change, lineage = found.blob.change, found.blob.lineage
+            about = [str(change.step), _date(change.sample_time), _date(found.blob.created)]
+        rows.append([str(found.version), found.kind, *about, f"{found.size:,}", lineage[:8], state])
     print(aligned(rows))
-    for each in listed:
-        if each.problem:
-            print(f"version {each.version}: {each.problem}")
+    for found in listed:
+        if found.problem:
+            print(f"version {found.version}: {found.problem}")
 
 
 def _date(moment: float | None) -> str:

@@ -190,16 +190,13 @@ def plot(
     from ..runs.run_dir import METRICS
 
     if output.suffix.lstrip(".") not in FORMATS:
-        raise UserError(f"{output} must end in one of: {', '.join('.' + each for each in FORMATS)}")
+        raise UserError(f"{output} must end in one of: {', '.join('.' + name for name in FORMATS)}")
     require_target(output)
     names = [Path(run).name or Path(run).resolve().name for run in runs]
     labels = [name if names.count(name) == 1 else run for name, run in zip(names, runs, strict=True)]
     folders = [local_copy(run, "run", copied=lambda name: name.startswith(METRICS)) for run in runs]
-    of_folders = [read_baselines(each / METRICS) for each in folders]
+    of_folders = [read_baselines(folder / METRICS) for folder in folders]
     baselines = [line for lines in of_folders for line in lines]
-    curves = [
-        RunCurves.read(label, each / METRICS)
-        for label, each, lines in zip(labels, folders, of_folders, strict=True)
-        if not lines
-    ]
+    named = zip(labels, folders, of_folders, strict=True)
+    curves = [RunCurves.read(label, folder / METRICS) for label, folder, lines in named if not lines]
     print(f"{curves_table(curves, baselines)}\n\nplot: {plot_runs(curves, output, baselines)}")

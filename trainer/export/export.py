@@ -65,7 +65,7 @@ def export_run(run_dir: Place, output: Place, precision: Precision = "float32", 
     ``output`` is a path, or the URI of a folder in an object store, in which the manifest appears last.
 
     Raises:
-        ValueError: ``run_dir`` is not a run or has no usable checkpoint, ``output`` is not empty, a weight cannot be
+        UserError: ``run_dir`` is not a run or has no usable checkpoint, ``output`` is not empty, a weight cannot be
             represented in the precision, or there are several processes.
         OSError: the disk is full; no file is left behind.
     """
@@ -140,7 +140,7 @@ def write_export(
         tables: consumed one by one, so that only one has to be in memory.
 
     Raises:
-        ValueError: ``output`` is not empty, or a weight cannot be represented in the precision.
+        UserError: ``output`` is not empty, or a weight cannot be represented in the precision.
         OSError: the disk is full; no file is left behind.
     """
     network, probe = _trained_network(config, schema, dense), _Probe(schema, config)
@@ -178,7 +178,7 @@ def exported_network(network: nn.Module, config: ModelConfig, schema: Schema) ->
     With sequences, ``(rows [B, K, P], lengths [B, sequences])`` takes the place of the rows; see `build_network`.
 
     Raises:
-        ValueError: torch cannot export a network of the user's own.
+        UserError: torch cannot export a network of the user's own.
     """
     samples = torch.export.Dim("samples")
     rows, any_samples = torch.zeros(3, len(schema.keys), _row_width(config, schema)), {0: samples}

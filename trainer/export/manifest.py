@@ -86,7 +86,7 @@ class Manifest:
         """Reads ``folder/manifest.json`` and verifies the checksum of every other file.
 
         Raises:
-            ValueError: the manifest is missing, damaged or of another format, or another file is damaged.
+            UserError: the manifest is missing, damaged or of another format, or another file is damaged.
         """
         path = folder / MANIFEST
         try:
@@ -142,7 +142,7 @@ def quantise(rows: Tensor, precision: Precision) -> dict[str, Tensor]:
         ``rows`` [n, P] in that precision and, for int8, ``scale`` float32 [n], 0 for rows of zeros.
 
     Raises:
-        ValueError: a value cannot be represented in the precision.
+        UserError: a value cannot be represented in the precision.
     """
     if precision == "float32":
         return {"rows": rows.contiguous()}

@@ -229,7 +229,7 @@ class Checkpoints:
         return found
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written. Raises ValueError if it could not be."""
+        """Waits for the checkpoint that is being written. Raises UserError if it could not be."""
         self._settle()
 
         def check() -> None:

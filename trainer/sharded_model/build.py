@@ -92,6 +92,14 @@ def seed_process(seed: int, process: Process, step: int = 0) -> None:
     torch.manual_seed(int(own[0]))
 
 
+def random_state(process: Process) -> dict[str, Any]:
+    """Returns the state of this process's random generators, keyed by its rank."""
+    state = {"cpu": torch.get_rng_state()}
+    if process.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(process.device)
+    return {f"random_{process.rank}_of_{process.world_size}": state}
+
+
 def unsharded_task(plan: RunPlan) -> TrainTask:
     """Builds the run's model with its loss; its tables are on the meta device."""
     config, schema, process = plan.config, plan.schema, plan.process

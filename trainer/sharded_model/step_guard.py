@@ -115,14 +115,6 @@ def _reason(names: list[str], values: list[float]) -> str:
     return "; ".join(wrong[:3]) + more if wrong else "a loss or gradient on another process is not finite"
 
 
-def random_state(process: Process) -> dict[str, Any]:
-    """Returns the state of this process's random generators, keyed by its rank."""
-    state = {"cpu": torch.get_rng_state()}
-    if process.device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(process.device)
-    return {f"random_{process.rank}_of_{process.world_size}": state}
-
-
 def not_finite(state: Mapping[str, Any], process: Process) -> str:
     """Finds the name of a weight or moment that is not finite on some process; "" if all are finite, on every process.
 

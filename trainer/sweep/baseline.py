@@ -110,7 +110,7 @@ def baselines(data_dir: Path, output: Path, most_rows: int) -> Iterator[dict[str
         test split and the logloss and AUC of the validation samples.
 
     Raises:
-        ValueError: a package is not installed, a split has no labelled sample, or a shard is missing or damaged.
+        UserError: a package is not installed, a split has no labelled sample, or a shard is missing or damaged.
     """
     models = _models()
     schema = Schema.load(data_dir)

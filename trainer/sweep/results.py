@@ -1,7 +1,7 @@
 """Results of sweeps and studies as tables, and of sweeps as a plot.
 
-A sweep's measures stand by batch size, as mean and deviation over seeds, beside the base: the runs at the base batch
-size, where all rules are one run. A study's trials stand by their values.
+A sweep's measures are shown by batch size, as mean and deviation over seeds. They are compared with the base: the runs
+at the base batch size, where all rules are one run.
 """
 
 from collections.abc import Sequence
@@ -58,16 +58,13 @@ Series = dict[Curve, dict[int, list[float]]]
 
 
 def sweep_table(lines: Lines) -> str:
-    """A table for each measure, with differences from the base, and notes on how to read them.
-
-    Rows are curves, columns are batch sizes.
-    """
+    """Formats a table for each measure, with differences from the base, and notes; rows are curves, columns sizes."""
     tables = [_table(lines, measure, with_steps=number == 0) for number, measure in enumerate(_shown_measures(lines))]
     return "\n\n".join([*tables, _notes(lines)])
 
 
 def tune_table(lines: Lines, metric: str) -> str:
-    """The best trials, a line each, and the numbers of pruned and failed ones."""
+    """Formats the best trials, a line each, and the numbers of pruned and failed ones."""
     rows = [["trial", *VALUES, "validation logloss", "AUC", "epoch"]]
     for line in ranked(lines, metric)[:_MOST]:
         values = [f"{line[name]:.4g}" for name in VALUES]
@@ -79,13 +76,13 @@ def tune_table(lines: Lines, metric: str) -> str:
 
 
 def ranked(lines: Lines, metric: str) -> list[dict[str, Any]]:
-    """The complete trials of a study, the best one first."""
+    """Sorts the complete trials of a study, the best one first."""
     complete = [line for line in lines if line["state"] == "complete"]
     return sorted(complete, key=lambda line: line[f"validation_{metric}"], reverse=metric == "auc")
 
 
 def series(lines: Lines, measure: str) -> Series:
-    """A measure by curve and batch size; a batch size whose runs all failed has no values."""
+    """Groups a measure by curve and batch size; a batch size whose runs all failed has no values."""
     found: Series = {}
     for line in lines:
         values = found.setdefault((line["rule"], line["clip"]), {}).setdefault(line["batch_size"], [])
@@ -95,8 +92,10 @@ def series(lines: Lines, measure: str) -> Series:
 
 
 def base_values(lines: Lines, measure: str) -> dict[str, list[float]]:
-    """Values of a measure at the base batch size over seeds, by clip; empty if no such run succeeded."""
-    # The lines of all rules are copies of one run here.
+    """Groups the values of a measure at the base batch size by clip; the lines of all rules are copies of one run here.
+
+    Empty if no such run succeeded.
+    """
     by_seed = {
         (line["clip"], line["seed"]): line[measure]
         for line in lines
@@ -109,7 +108,7 @@ def base_values(lines: Lines, measure: str) -> dict[str, list[float]]:
 
 
 def steps_by_batch_size(lines: Lines) -> dict[int, int]:
-    """Training steps at each batch size; none where all runs failed."""
+    """Returns the training steps at each batch size, without those at which all runs failed."""
     steps = dict.fromkeys(sorted({line["batch_size"] for line in lines}), 0)
     for line in lines:
         steps[line["batch_size"]] = max(steps[line["batch_size"]], line.get("steps") or 0)
@@ -117,19 +116,19 @@ def steps_by_batch_size(lines: Lines) -> dict[int, int]:
 
 
 def few_steps_warning(batch_size: int, steps: int, base: int) -> str:
-    """A warning if a batch larger than the base has too few steps to judge a scaling rule; else ""."""
-    few = steps < FEW_STEPS and batch_size > base
-    text = f"warning: batch {size_name(batch_size)} has {steps} steps, below {FEW_STEPS}: too few steps to judge a rule"
-    return text if few else ""
+    """Warns of a batch larger than the base that has too few steps to judge a scaling rule; else ""."""
+    if steps >= FEW_STEPS or batch_size <= base:
+        return ""
+    return f"warning: batch {size_name(batch_size)} has {steps} steps, below {FEW_STEPS}: too few steps to judge a rule"
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The standard deviation over seeds; NaN for a single one."""
+    """Computes the standard deviation over seeds; NaN for a single one."""
     return stdev(values) if len(values) > 1 else nan
 
 
 def _shown_measures(lines: Lines) -> list[str]:
-    """AUC and logloss, and the others if a run has them or differs in them."""
+    """Names AUC and logloss, and the others if a run has them or differs in them."""
     shown = ["auc", "logloss"]
     if any((line.get("best_epoch_auc") or 0) > (line.get("auc") or 1) + _CLEARLY for line in lines):
         shown.insert(1, "best_epoch_auc")
@@ -147,16 +146,15 @@ def _table(lines: Lines, measure: str, *, with_steps: bool) -> str:
         rows.append(["steps", *(f"{steps[size]:,}" if size in steps else "" for size in sizes)])
     for (rule, clip), by_size in series(lines, measure).items():
         compared = {size: at_base.get(clip, ()) if size != base else () for size in sizes}
-        failed = {
-            line["batch_size"] for line in lines if "error" in line and (line["rule"], line["clip"]) == (rule, clip)
-        }
+        own = [line for line in lines if (line["rule"], line["clip"]) == (rule, clip)]
+        failed = {line["batch_size"] for line in own if "error" in line}
         cells = [_cell(by_size.get(size, []), compared[size], how, seeds, failed=size in failed) for size in sizes]
         rows.append([f"{rule}, clip {clip}", *cells])
     return aligned(rows)
 
 
 def _cell(values: Sequence[float], at_base: Sequence[float], how: Measure, seeds: int, *, failed: bool) -> str:
-    """Text such as ``0.8090 ± 0.0002, -0.0010 lost``, with the number of seeds if some have no value."""
+    """Formats values as ``0.8090 ± 0.0002, -0.0010 lost``, with the number of seeds if some have no value."""
     if not values:
         return "failed" if failed else "-"
     spread = deviation(values)

@@ -33,11 +33,7 @@ RUNS = "runs"
 
 
 class Runs:
-    """The runs of a folder, trained one after the other.
-
-    Attributes:
-        lines: of the runs that have ended.
-    """
+    """The runs of a folder, trained one after the other; ``lines`` are those of runs that have ended."""
 
     def __init__(self, folder: Path, results: str, process: Subprocess) -> None:
         self._folder, self._results, self._process = folder, folder / results, process
@@ -49,14 +45,14 @@ class Runs:
         return self._folder / RUNS / name
 
     def train(self, config: RunConfig, name: str, after_epoch: AfterEpoch | None = None) -> dict[str, Any]:
-        """Trains a run, from its latest checkpoint if there is one. Returns its report.
+        """Trains a run, from its latest checkpoint if there is one; returns its report.
 
-        A run that has a report, and whose line was lost, is not trained again. The subprocess stays for the next run,
-        which then needs no imports and compiled kernels; a run that fails ends it.
+        A run that has a report is not trained again. The subprocess stays for the next run, which then needs no imports
+        and compiled kernels; a run that fails ends it.
 
         Raises:
             ProcessFailed: the run failed; the message is its error.
-            Interrupted: the subprocess or this process was asked to stop, which is no failure of the run.
+            Interrupted: the subprocess or this process was asked to stop.
         """
         folder = self.folder_of(name)
         if not (folder / CONFIG).exists():
@@ -86,9 +82,8 @@ class Runs:
 def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Iterator[Runs]:
     """Locks the folder of a sweep or study, and writes or checks the configuration that its runs share.
 
-    Raises:
-        ValueError: another process is at work there, or the folder has another configuration, runs of other data or of
-            own code that has changed since, or other files.
+    Raises UserError if another process is at work there, or the folder has another configuration, runs of other data or
+    of own code that has changed since, or other files.
     """
     check_settings(config)
     with interrupted_by_sigterm(), locked_folder(folder), Subprocess() as process:
@@ -114,7 +109,7 @@ def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Itera
 
 
 def on_data(config: RunConfig, data_dir: Path, schema: Schema) -> RunConfig:
-    """The configuration of runs on a data set, with the defaults that depend on its samples."""
+    """Sets the data set of a configuration, and the defaults that depend on its samples."""
     return with_defaults(with_values(config, data={"dir": str(data_dir)}), schema.split("train").rows)
 
 
@@ -124,8 +119,8 @@ def say(text: str) -> None:
 
 
 def train_here(config: RunConfig, run_dir: Path, after_epoch: AfterEpoch | None = None) -> bool:
-    """Trains in this process. Returns False if the run was interrupted."""
-    # Before and after the training loop, which handles SIGTERM itself, the signal interrupts as Ctrl-C does.
+    """Trains in this process; returns False if the run was interrupted."""
+    # Outside the training loop, which handles SIGTERM itself, the signal interrupts as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # tqdm's default lock includes a semaphore, which a killed run would leave behind.
     tqdm.set_lock(threading.RLock())

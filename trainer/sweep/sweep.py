@@ -62,8 +62,7 @@ class Cell:
 class Grid:
     """Values that a sweep varies, which the flags of `cowrec sweep` describe; each combination is one run.
 
-    Raises:
-        ValueError: a value that is unknown, out of range or repeated.
+    Raises UserError for a value that is unknown, out of range or repeated.
     """
 
     batch_sizes: Sequence[int]
@@ -79,7 +78,7 @@ class Grid:
             require(f"--{option}", least, least >= 1, "at least 1")
 
     def cells(self, first_seed: int) -> list[Cell]:
-        """The runs, seed by seed, so that an interrupted sweep has covered the grid with some seeds."""
+        """Lists the runs by seed, so that an interrupted sweep has covered the grid with some seeds."""
         return [
             Cell(rule, batch_size, clip, first_seed + seed)
             for seed in range(self.seeds)
@@ -105,8 +104,8 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
         hyperparameters, the SHA-256 of ``config.toml``, versions, hardware, commit.
 
     Raises:
-        ValueError: settings that cannot work, or a folder with another configuration or other files.
-        Interrupted: by Ctrl-C, or by SIGTERM to the run's process; the run keeps its latest checkpoint and has no line.
+        UserError: settings that cannot work, or a folder with another configuration or other files.
+        Interrupted: Ctrl-C, or SIGTERM to the run's process; the run keeps its latest checkpoint and has no line.
     """
     if "on" in grid.clips and config.clip.rule == "none":
         raise UserError('--clip on needs a clip rule, but the configuration has clip.rule = "none"; give --clip off')
@@ -143,7 +142,7 @@ def default_rules(config: RunConfig) -> list[str]:
 
 
 def clip_remark(lines: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence on the runs in which the clip had hardly any effect; "" if it had one in all."""
+    """Counts the runs in which the clip had hardly any effect, in a sentence; "" if it had one in all."""
     clipped = [line for line in lines if line.get("clipped_share") is not None]
     without = sum(bool(line.get("clip_remark")) for line in clipped)
     if not without:

@@ -79,7 +79,7 @@ class Search:
         """The ranges of the values that are searched.
 
         Raises:
-            ValueError: nothing is searched, or a range does not include the configuration's value.
+            UserError: nothing is searched, or a range does not include the configuration's value.
         """
         found = {}
         for name in VALUES:
@@ -103,7 +103,7 @@ class Search:
         """The configuration that all trials share: with validation samples, and as few checkpoints as possible.
 
         Raises:
-            ValueError: a patience where learning rates fall over the epochs.
+            UserError: a patience where learning rates fall over the epochs.
         """
         train = base.train
         # Where learning rates fall over the epochs, a trial that ends early says nothing about the whole run.
@@ -139,7 +139,7 @@ def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials
         trials: number of trials that the study shall have, pruned and failed ones included.
 
     Raises:
-        ValueError: settings that cannot work, or a folder with another study or other files.
+        UserError: settings that cannot work, or a folder with another study or other files.
         ProcessFailed: a trial ended otherwise than by a loss that is not finite; the next call repeats it.
         Interrupted: by Ctrl-C or SIGTERM.
     """

@@ -42,9 +42,9 @@ class FittedModel:
     """A trained run, as :func:`fit` and :func:`load` return it.
 
     Attributes:
-        run_dir: its folder.
+        run_dir: folder of the run.
         data_dir: the prepared data set, with the test split that was kept from training.
-        report: what :func:`train` returns; empty before the run has ended.
+        report: result of :func:`train`; empty before the run has ended.
     """
 
     run_dir: Path
@@ -57,15 +57,14 @@ class FittedModel:
         return Schema.load(self.run_dir)
 
     def predict(self, table: Any, *, on_bad_row: OnBadRow | None = None) -> NDArray[np.float32]:
-        """Click probabilities of a table's R rows in order, float32 [R], or [R, T] of T > 1 labels.
+        """Predicts the click probabilities of a table's R rows in order, float32 [R], or [R, T] of T > 1 labels.
 
         Args:
-            table: as of :func:`fit`, with the columns of the fields, in any order; labels may be absent.
-            on_bad_row: "skip" gives rows that cannot be read NaN, "error" refuses them; by default what the run's
-                ``prepare.on_bad_row`` says.
+            table: as for :func:`fit`, with the columns of the fields, in any order; labels may be absent.
+            on_bad_row: "skip" gives rows that cannot be read NaN, "error" refuses them; by default the run's
+                ``prepare.on_bad_row``.
 
-        Raises:
-            ValueError: the table has other columns, or a row that cannot be read.
+        Raises UserError if the table has other columns, or a row that cannot be read.
         """
         arrow, labels = _as_arrow(table), self.schema.labels
         if not arrow.num_rows:
@@ -75,15 +74,14 @@ class FittedModel:
             predict_run(self.run_dir, data, output, every_row=True)
             written = pq.read_table(output)
         names = ["prediction"] if len(labels) == 1 else [f"prediction_{label}" for label in labels]
-        found: NDArray[np.float32] = np.stack([written[each].to_numpy() for each in names], axis=1)
+        found: NDArray[np.float32] = np.stack([written[name].to_numpy() for name in names], axis=1)
         return found[:, 0] if len(labels) == 1 else found
 
     def evaluate(self, table: Any = None, *, on_bad_row: OnBadRow | None = None, **options: Any) -> dict[str, Any]:
-        """Measures of a table with labels, by default of the test split, as ``cowrec.trainer.evaluate`` returns them.
+        """Measures a table with labels, by default the test split, as ``cowrec.trainer.evaluate`` does.
 
-        Args:
-            table, on_bad_row: as of :meth:`predict`, but with labels; rows that are skipped are not measured.
-            options: of that function.
+        ``on_bad_row`` is that of :meth:`predict`, where skipped rows are not measured; ``options`` are those of
+        ``evaluate``.
         """
         if table is None:
             return evaluate_run(self.run_dir, self.data_dir, **options)
@@ -107,13 +105,8 @@ class FittedModel:
 def load(run_dir: Place) -> FittedModel:
     """Returns a run of ``fit``, ``train`` or the commands of these names, for the tables of its columns.
 
-    In any process the model predicts the same bits.
-
-    Args:
-        run_dir: a path or the URI of a folder in an object store.
-
-    Raises:
-        ValueError: the folder is not a run.
+    In any process the model predicts the same bits. ``run_dir`` is a path or the URI of a folder in an object store.
+    Raises UserError if it is not a run.
     """
     folder = local_copy(run_dir, "run")
     config, _ = run_of(folder)
@@ -140,22 +133,22 @@ def fit(
     """Trains on a table in memory, as ``cowrec fit`` does on its Parquet file.
 
     Args:
-        table: a pandas or Polars DataFrame, a pyarrow Table, or what else has Arrow's interface for tables. Of pandas
-            the columns are those that ``to_parquet`` writes: names become text, and an index that is not a range is
-            one.
+        table: a pandas or Polars DataFrame, a pyarrow Table, or another object with Arrow's interface for tables. The
+            columns of pandas are those that ``to_parquet`` writes: names become text, and an index that is not a range
+            is a column.
         run_dir: a new or empty local folder. ``data.parquet`` there is the table, ``data.toml`` its schema file, and
             ``data`` the prepared data.
         label: column of the label, of two values or of numbers; by default the one that looks like it.
         positive: values of the label that are positive, where it is not known which ones are.
-        config: of the run, ``[prepare]`` included; by default the defaults.
+        config: configuration of the run, ``[prepare]`` included; by default the defaults.
         overrides: values of the configuration as text, such as ``["train.batch_size=4K"]``.
         schema_file: a corrected ``data.toml``, which is then used, in place of ``label``.
         data_dir: in place of ``run_dir / "data"``, a new or empty folder for the prepared data; or the data that an
             earlier call prepared from the same table, which are then used.
 
     Raises:
-        ValueError: what those commands refuse; no table, a column that Parquet cannot hold, several processes, or data
-            that were prepared from another table or otherwise.
+        UserError: the command would refuse the table or a setting, a column cannot be in Parquet, there are several
+            processes, or ``data_dir`` was prepared from another table or otherwise.
     """
     config, folder = _checked(run_dir, config, overrides, label, schema_file)
     arrow = _as_arrow(table)
@@ -177,18 +170,13 @@ def fit_files(
 ) -> FittedModel:
     """Trains on raw files, as :func:`fit` on its table; the first file is described.
 
-    Args:
-        inputs, progress: as of ``cowrec.data_pipeline.prepare``.
-        run_dir, label, config, schema_file, data_dir, positive: as of :func:`fit`.
-
-    Raises:
-        ValueError: see :func:`fit`.
+    ``inputs`` and ``progress`` are those of ``cowrec.data_pipeline.prepare``, the others those of :func:`fit`.
     """
     config, folder = _checked(run_dir, config, (), label, schema_file)
     if schema_file is not None and positive:
         raise UserError(f"positive = {[*positive]} and schema_file exclude each other: the file names these values")
     if schema_file is None:
-        found = infer_schema(find_inputs([os.fspath(each) for each in inputs])[0], label=label, positive=positive)
+        found = infer_schema(find_inputs([os.fspath(file) for file in inputs])[0], label=label, positive=positive)
         schema_file = folder / f"{FITTED}.toml"
         folder.mkdir(parents=True, exist_ok=True)
         schema_file.write_text(found.text, encoding="utf-8")
@@ -220,12 +208,12 @@ def _checked(
 
 
 def _require_same(data_dir: Place, raw: Path, schema_file: Place, config: PrepareConfig) -> None:
-    """Raises ValueError if a data set was prepared from another table, with another schema file, or otherwise."""
+    """Raises UserError if a data set was prepared from another table, with another schema file, or otherwise."""
     made = Schema.load(data_dir)
     layout = json.loads(json.dumps(dataclasses.asdict(load_schema_file(schema_file))))
     settings = prepared_with({"layout": layout, "prepare": dataclasses.asdict(config)})
     different = None
-    before = made.sources[0] if [each.bytes for each in made.sources] == [raw.stat().st_size] else None
+    before = made.sources[0] if [file.bytes for file in made.sources] == [raw.stat().st_size] else None
     if not before or (Path(before.path).is_file() and not filecmp.cmp(before.path, raw, shallow=False)):
         different = "another table"
     elif made.settings.get("layout") != layout:
@@ -243,13 +231,13 @@ def _warn_of_guesses(found: InferredSchema, schema_file: Path, *, label_given: b
         logger.warning("the label is a guess: %s, but %s; name the right one as `label`", found.label.text, doubts)
     if found.rule and found.rule.doubts:
         logger.warning("which values of the label are positive is a guess: %s; see %s", found.rule.text, schema_file)
-    guesses = [each for each in found.fields if each.doubts]
+    guesses = [field for field in found.fields if field.doubts]
     if guesses:
-        kinds = [f"{each.keys['name']!r} is {each.keys['kind']} ({'; '.join(each.doubts)})" for each in guesses[:5]]
+        kinds = [f"{field.keys['name']!r} is {field.keys['kind']} ({'; '.join(field.doubts)})" for field in guesses[:5]]
         shown = "; ".join(kinds) + "; ..." * (len(guesses) > 5)
         logger.warning("some kinds of fields are guesses: %s; see %s", shown, schema_file)
     if found.left_out:
-        shown = "; ".join(f"{each.keys['column']!r}: {each.comment}" for each in found.left_out)
+        shown = "; ".join(f"{field.keys['column']!r}: {field.comment}" for field in found.left_out)
         logger.warning("not used as fields: %s; see %s", shown, schema_file)
 
 

@@ -26,12 +26,13 @@ from ..sharded_model.build import (
     dense_parameters,
     dense_tensors,
     embedding_optimizer,
+    random_state,
     seed_process,
 )
 from ..sharded_model.id_translation import IdTranslation
 from ..sharded_model.run_plan import RunPlan, by_table, shown_name
 from ..sharded_model.step import CapturedSteps, DenseAdam, pipeline_of, why_not_captured
-from ..sharded_model.step_guard import StepGuard, not_finite, random_state
+from ..sharded_model.step_guard import StepGuard, not_finite
 
 
 class Step(NamedTuple):

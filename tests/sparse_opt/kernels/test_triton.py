@@ -16,10 +16,10 @@ from cowrec.sparse_opt.algorithm.adam import adam_constants
 from cowrec.sparse_opt.kernels.layout import (
     AdamState,
     BagsOfLookup,
-    DecayThresholds,
     DeviceSteps,
     LookupBags,
     LookupLayout,
+    RestThresholds,
     StaleRows,
     TableClips,
     to_float32,
@@ -159,14 +159,14 @@ def compare_rows(
     arrays = [weights, (weights * 1e-3).astype(np.float32), (weights**2 * 1e-3).astype(np.float32)]
     state = AdamState(*(torch.from_numpy(each.ravel()) for each in arrays))
     constants = adam_constants(config)
-    thresholds = DecayThresholds(config.lr, 1e-11, 1e-11 * config.eps * constants.one_minus_beta1)
+    thresholds = RestThresholds(config.lr, 1e-11, 1e-11 * config.eps * constants.one_minus_beta1)
     history = StepHistory(config, torch.device("cpu"))
     history.replace(config.lr * np.linspace(1, 0.2, steps))
     row = torch.arange(rows)
     stale = StaleRows(torch.zeros_like(row), row * DIM, row, torch.from_numpy(last.copy()))
     one = torch.ones(1, dtype=torch.int64)
     taken, log_beta2 = torch.tensor([steps], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
-    numbers = (*history.schedule, torch.tensor([lr_factor]), log_beta2, one * DIM)
+    numbers = (*history.step_scalars, torch.tensor([lr_factor]), log_beta2, one * DIM)
     on_steps = DeviceSteps(taken, torch.from_numpy(last), *numbers)
     layout = LookupLayout(one * rows, one * DIM, one - 1, one - 1, DIM, rows * DIM, 1, rows)
     clips = TableClips(torch.tensor([10]), torch.tensor([1e-5]), torch.tensor([1e-9]), torch.tensor([True]))
@@ -299,12 +299,12 @@ def compare_far() -> None:
             last = torch.from_file(f"{folder}/last{rows}", shared=True, size=rows, dtype=torch.int32)
             last[first:] = torch.arange(near_rows)
             taken, log_beta2 = torch.tensor([19], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
-            steps = DeviceSteps(taken, last, *history.schedule, torch.ones(1), log_beta2, one * DIM)
+            steps = DeviceSteps(taken, last, *history.step_scalars, torch.ones(1), log_beta2, one * DIM)
             clips = TableClips(one * DIM, torch.tensor([0.5]), torch.tensor([1e-9]), torch.tensor([True]))
             bags = BagsOfLookup([0], [DIM], torch.device("cpu"))
             of_batch = bags.of({"indices": indices + first, "offsets": torch.arange(len(indices) + 1)})
             ids = find_rows_on_device(layout, of_batch, torch.zeros_like(one))
-            thresholds, constants = DecayThresholds(config.lr, 1e-11, 1e-20), adam_constants(config)
+            thresholds, constants = RestThresholds(config.lr, 1e-11, 1e-20), adam_constants(config)
             replay_rows_on_device(ids.row, ids.begin, layout, None, state, steps, constants, thresholds)
             taken.add_(1)
             results = DeviceRows(layout, ids, None, output_grad).update(clips, state, steps, constants, replays=True)

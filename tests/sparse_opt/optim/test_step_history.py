@@ -27,7 +27,7 @@ def test_schedule_holds_the_scalars_of_every_step(runs: list[tuple[float, int, i
         for _ in range(steps):
             step += 1
             history.prepare(step, lr)
-            scheduled = [values[step - 1] for values in history.schedule]
+            scheduled = [values[step - 1] for values in history.step_scalars]
             assert scheduled == [torch.tensor(value) for value in adam_scalars(CONFIG, lr, step)]
         if back is not None:
             step = max(step - back, 0)
@@ -41,4 +41,4 @@ def test_a_loaded_history_has_the_scalars_of_every_step(epsilon: str) -> None:
     history, rates = StepHistory(config, torch.device("cpu")), np.random.default_rng(0).uniform(0, 1e-2, 6000)
     history.replace(rates)
     expected = torch.tensor([adam_scalars(config, lr, step) for step, lr in enumerate(rates.tolist(), 1)])
-    assert torch.equal(torch.stack([values[:6000] for values in history.schedule], dim=1), expected)
+    assert torch.equal(torch.stack([values[:6000] for values in history.step_scalars], dim=1), expected)
