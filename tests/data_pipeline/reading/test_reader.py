@@ -233,7 +233,7 @@ def test_a_folder_without_a_valid_schema_is_refused(tmp_path):
     path = tmp_path / "schema.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "format_version": 99}))
-    refused(r"format version 99, this cowrec reads 2", Reader, tmp_path, "train", batch_size=2)
+    refused(r"format version 99, not 2", Reader, tmp_path, "train", batch_size=2)
     path.write_text(json.dumps(content)[:-20])
     refused("cannot be read", Reader, tmp_path, "train", batch_size=2)
     del content["sparse"]
