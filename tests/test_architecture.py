@@ -79,7 +79,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "export": "runtime sharded_model runs training",
         "publishing": "",
         "online": "config runtime sharded_model runs measures training export publishing",
-        "serving": "runs export publishing",
+        "serving": "runtime runs export publishing",
         "bench": "config runtime reports sharded_model runs",
         "sweep": "config runtime reports sharded_model runs measures training",
         "cli": ("config runtime reports runs training export publishing online serving bench sweep"),

@@ -149,10 +149,13 @@ def serving(
 
 
 @contextmanager
-def serving_here(export_dir: Path, limits: Limits, follow: str | None = None) -> Iterator[tuple[Client, Service]]:
+def serving_here(
+    export_dir: Path, limits: Limits, follow: str | None = None, *, drain_seconds: float = 0.0, access_log: bool = False
+) -> Iterator[tuple[Client, Service]]:
     """Serves in a thread of this process, with limits that the command has no flags for."""
     service = Service(export_dir, follow, limits)
-    server = http_server(service_app(service, lambda: setattr(server, "should_exit", bool(service.failure))), service)
+    app = service_app(service, lambda: setattr(server, "should_exit", bool(service.failure)), access_log=access_log)
+    server = http_server(app, service, drain_seconds)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

@@ -211,6 +211,10 @@ def serve(
     max_header_bytes: Annotated[int, count_flag("Most bytes of a request's headers.")] = 32 << 10,
     request_seconds: Annotated[float, typer.Option(help="Time for a request's headers or body to arrive.")] = 10.0,
     idle_seconds: Annotated[float, typer.Option(help="Time until a connection without a request is closed.")] = 75.0,
+    drain_seconds: Annotated[
+        float, typer.Option(help="Time after SIGTERM in which /readyz is 503 and requests are still answered.")
+    ] = 0.0,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log each request, with its X-Request-ID.")] = False,
     log_format: LogForm = "text",
 ) -> None:
     """Serves predictions over HTTP: POST /predict, GET /livez, /readyz, /metrics (Prometheus).
@@ -236,7 +240,17 @@ def serve(
         max_samples, timeout_ms, max_requests, request_seconds, max_connections, idle_seconds, max_header_bytes
     )
     model = local_copy(export_dir, "export")
-    run(model, follow, host=host, port=port, health_port=health_port, limits=limits, max_age=max_age)
+    run(
+        model,
+        follow,
+        host=host,
+        port=port,
+        health_port=health_port,
+        limits=limits,
+        max_age=max_age,
+        drain_seconds=drain_seconds,
+        access_log=access_log,
+    )
 
 
 @app.command()

@@ -141,6 +141,7 @@ class _OnlineTrainer:
         self.measured.start(self.stream, usual)
         ended = False
         while not ended:
+            self.measured.turned_at = time.monotonic()
             turn = turns.next(_POLL_SECONDS, self.decide)
             self.measured.reading_seconds = turns.seconds
             if turn.batch is not None:
@@ -282,7 +283,15 @@ class _OnlineTrainer:
         assert self.stream is not None
         if online.metrics_port:
             read = partial(self.measured.readings, self.stream, self.publication)
-            opened.enter_context(metrics_endpoint(online.metrics_host, online.metrics_port, read))
+            longest = self.config.train.timeout_seconds
+            opened.enter_context(
+                metrics_endpoint(
+                    online.metrics_host,
+                    online.metrics_port,
+                    read,
+                    lambda: time.monotonic() - self.measured.turned_at < longest,
+                )
+            )
 
     def report(self) -> dict[str, Any]:
         id_tables = self.state.id_tables.counters() if self.state.id_tables else None

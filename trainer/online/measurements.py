@@ -7,7 +7,11 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from math import nan
 from pathlib import Path
+from socket import AF_INET, AF_INET6
+from socketserver import ThreadingMixIn
+from threading import Thread
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import numpy as np
 import pyarrow as pa
@@ -67,6 +71,7 @@ class Measurements:
         samples: number of samples trained on since the start of the run.
         trained_seconds: time that the steps took.
         reading_seconds: time that :class:`Turns` has counted since the process started.
+        turned_at: when a turn of the run last began, by the monotonic clock.
         quality, windows: of the open window, and of those that were closed since the process started.
     """
 
@@ -75,6 +80,7 @@ class Measurements:
         self.samples = 0
         self.trained_seconds = self.reading_seconds = self._seconds_before = 0.0
         self.windows = list[WindowQuality]()
+        self.turned_at = time.monotonic()
         self.quality = ProgressiveQuality(seconds(run.config.online.window, "online.window"))
         self._reported, self._reported_at = dict[str, int](), time.monotonic()
         """What had arrived from the stream at the last report of it."""
@@ -302,17 +308,21 @@ class ProgressiveQuality:
 
 
 @contextmanager
-def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
-    """Serves ``GET /metrics`` in a thread; yields the port. ``read`` is called for each request, in that thread.
+def metrics_endpoint(host: str, port: int, read: Readings, is_alive: Callable[[], bool]) -> Iterator[int]:
+    """Serves ``GET /metrics`` and ``GET /livez`` in a thread; yields the port.
+
+    ``read`` and ``is_alive`` are called for each request, in that thread; ``/livez`` is 503 if the run is not alive.
 
     Raises:
         ValueError: prometheus_client is not installed.
         OSError: it cannot listen there.
     """
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import make_wsgi_app
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
         from prometheus_client.registry import Collector
+
+        from ..runtime.metrics_registry import metrics_registry
     except ImportError as error:
         raise UserError("online.metrics_port needs prometheus_client; pip install 'cowrec[online]'") from error
 
@@ -330,17 +340,41 @@ def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
                     metric.add_metric([value_of], value)
                 yield metric
 
-    registry = CollectorRegistry()
+    registry = metrics_registry()
     registry.register(Values())
+    metrics = make_wsgi_app(registry)
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        if environ["PATH_INFO"] != "/livez":
+            return metrics(environ, start_response)
+        alive = is_alive()
+        start_response("200 OK" if alive else "503 Service Unavailable", [("Content-Type", "application/json")])
+        return [b'{"status": "%s"}\n' % (b"alive" if alive else b"stuck")]
+
     try:
-        server, thread = start_http_server(port, host, registry)
+        server = make_server(host, port, answer, _Server, _Handler)
     except OSError as error:
         raise OSError(
             f"the metrics cannot be served on {host}:{port} ({error.strerror}); set online.metrics_port to another port"
         ) from error
+    thread = Thread(target=server.serve_forever, name="cowrec-metrics", daemon=True)
+    thread.start()
     try:
         yield server.server_port
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+        self.address_family = AF_INET6 if ":" in address[0] else AF_INET
+        super().__init__(address, handler)
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Logs nothing of requests."""

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
+
+from ..runtime.metrics_registry import metrics_registry
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -17,7 +19,7 @@ GAUGES = {
     "model_step": "Training step of the served model.",
     "model_age_seconds": "Now minus the newest sample time.",
     "last_delta_age_seconds": "Time since a published version was last applied.",
-    "following": "1 if a publication target is followed without problems.",
+    "following": "1 if a publication target is followed without problems, 0 with problems, NaN without a target.",
     "open_connections": "Open connections, also those of the health port.",
     "queued_requests": "Requests that have arrived and wait for their predictions.",
     "resident_ids": "Ids that have a row.",
@@ -39,7 +41,7 @@ class ServiceMetrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, read: Callable[[], Mapping[str, float]], read_unknown: Callable[[], Mapping[str, int]]) -> None:
-        self._registry = registry = CollectorRegistry()
+        self._registry = registry = metrics_registry()
         self.latency = Histogram(
             "cowrec_request_seconds",
             "Time from a request's arrival to its response.",

@@ -8,11 +8,13 @@ import errno
 import functools
 import logging
 import math
+import re
 import resource
 import signal
 import socket
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
@@ -29,12 +31,13 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 
 from .connections import SPARE, BoundedConnection
-from .request_samples import Rejected, SharedProblem, samples_of
+from .request_samples import Rejected, RequestSample, SharedProblem, samples_of
 from .service import Late, Limits, Service
 
 logger = logging.getLogger(__name__)
 
 _RETRY = {"Retry-After": "1"}
+_REQUEST_ID, _IS_ID = b"x-request-id", re.compile(rb"[!-~]{1,128}")
 _CLOSE = {"Connection": "close"}
 """Of a response to a request whose body is not read any further."""
 
@@ -48,6 +51,8 @@ def serve(
     health_port: int | None = None,
     limits: Limits | None = None,
     max_age: float | None = None,
+    drain_seconds: float = 0.0,
+    access_log: bool = False,
 ) -> None:
     """Answers requests until SIGTERM or SIGINT; requests in progress are finished. Logs where it listens.
 
@@ -56,6 +61,8 @@ def serve(
         host: address to listen on; by default the loopback address, which other machines cannot reach.
         port: port to listen on; 0 chooses a free one.
         health_port: another port, on which a thread of its own answers everything except predictions; None for none.
+        drain_seconds: time after SIGTERM in which requests are answered, while ``/readyz`` says that none should come.
+        access_log: whether each request to predict is a line of the log.
 
     Raises:
         ValueError: ``export_dir`` has no exported model or a damaged one, or ``follow`` is not a publication target.
@@ -80,7 +87,7 @@ def serve(
             else:
                 logger.info("listening on %s: %s", _shown(listener), routes)
 
-        server = http_server(service_app(service, loaded), service)
+        server = http_server(service_app(service, loaded, access_log=access_log), service, drain_seconds)
         # uvicorn raises the signal again after its shutdown; ending by SIGTERM should exit with 0.
         signal.signal(signal.SIGTERM, lambda *_: None)
         with torch.inference_mode():  # entering it takes as long as several operations of a prediction
@@ -90,7 +97,7 @@ def serve(
     logger.info("stopped")
 
 
-def service_app(service: Service, loaded: Callable[[], object]) -> Starlette:
+def service_app(service: Service, loaded: Callable[[], object], *, access_log: bool = False) -> Starlette:
     """Creates the application of a server that predicts and reports its health.
 
     The service loads while the first requests arrive; ``loaded`` is called once it has, or has failed to.
@@ -109,26 +116,35 @@ def service_app(service: Service, loaded: Callable[[], object]) -> Starlette:
         await asyncio.to_thread(service.load)
         loaded()
 
-    predict = Route("/predict", functools.partial(_predict, service), methods=["POST"])
+    predict = Route("/predict", functools.partial(_predict, service, access_log), methods=["POST"])
     return _app([predict, *_health_routes(service)], lifespan)
 
 
 class _Server(uvicorn.Server):
-    """A server that answers what was sent before it is asked to stop."""
+    """A server that answers what was sent before it is asked to stop, and for some time what comes later."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._service, self._drain_seconds = service, drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stops once all that waits in sockets is read: closing them would reset connections with such requests.
 
-        Connections that clients keep open meanwhile end with their next response.
+        Before, it is not ready and answers, until those that send requests have noticed. Connections that clients keep
+        open meanwhile end with their next response.
         """
+        self._service.stops = True
         self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
+        until = time.monotonic() + self._drain_seconds
+        while not self.force_exit and time.monotonic() < until:
+            await asyncio.sleep(0.05)
         for _ in range(3):  # accepts connections, reads from them, and again what has come during a batch
             await asyncio.sleep(0.05)
         await super().shutdown(sockets)
 
 
-def http_server(app: Starlette, service: Service) -> uvicorn.Server:
-    """Creates the server of an application, within the limits of a service."""
+def http_server(app: Starlette, service: Service, drain_seconds: float = 0.0) -> uvicorn.Server:
+    """Creates the server of an application, within the limits of a service; ``drain_seconds`` as of :func:`serve`."""
 
     def connection(**given: Any) -> asyncio.Protocol:
         return BoundedConnection(service.limits, lambda reason: service.metrics.rejected.labels(reason).inc(), **given)
@@ -145,16 +161,19 @@ def http_server(app: Starlette, service: Service) -> uvicorn.Server:
         server_header=False,
         proxy_headers=False,
     )
-    server = _Server(config)
+    server = _Server(config, service, drain_seconds)
     service.open_connections.append(server.server_state.connections)
     return server
 
 
-async def _predict(service: Service, request: Request) -> Response:
+async def _predict(service: Service, access_log: bool, request: Request) -> Response:
     """Answers a request. It takes a slot once it has arrived; without a free one it is refused before it is parsed."""
     since, limits, batcher = time.monotonic(), service.limits, service.batcher
+    headers, samples = dict(request.scope["headers"]), list[RequestSample]()
+    given = headers.get(_REQUEST_ID, b"")
+    request_id = given.decode() if given and _IS_ID.fullmatch(given) else ""
     try:
-        if any(name == b"upgrade" for name, _ in request.scope["headers"]):  # uvicorn does not read its body
+        if b"upgrade" in headers:  # uvicorn does not read its body
             message = "the server does not change the protocol; speak plain HTTP/1.1, or put a proxy in front of it"
             raise Rejected(400, "upgrade", message, _CLOSE)
         body = await _body(request, limits)
@@ -186,9 +205,17 @@ async def _predict(service: Service, request: Request) -> Response:
         service.metrics.rejected.labels(error.reason).inc()
         response = _json(error.status, {"error": str(error)}, error.headers)
     except Exception as error:
-        logger.error("a request to predict failed", exc_info=error)
-        response = _json(500, {"error": "internal error; the log of the server shows it"})
-    service.metrics.latency.labels("/predict", str(response.status_code)).observe(time.monotonic() - since)
+        request_id = request_id or uuid.uuid4().hex
+        logger.error("request %s to predict failed", request_id, exc_info=error)
+        response = _json(500, {"error": f"internal error; the log of the server shows it as request {request_id}"})
+    seconds = time.monotonic() - since
+    service.metrics.latency.labels("/predict", str(response.status_code)).observe(seconds)
+    if request_id:
+        response.headers["X-Request-ID"] = request_id
+    if access_log:
+        client = request.client.host if request.client else "-"
+        about = client, request_id or "-", response.status_code, len(samples), 1000 * seconds
+        logger.info("%s POST /predict, request %s: status %d, %d samples, %.1f ms", *about)
     return response
 
 

@@ -84,6 +84,7 @@ class Service:
     Attributes:
         loaded: whether the model is loaded and compiled.
         failure: exception raised while it was loaded, if any.
+        stops: whether the server was asked to stop, so that no more requests should be sent here.
         open_connections: open connections of each server of the service.
     """
 
@@ -96,7 +97,7 @@ class Service:
         self.metrics = ServiceMetrics(self._values, lambda: self._model.unknown_by_field() if self.loaded else {})
         self._predicted = 0
         self.open_connections = list[Sized]()
-        self.loaded = False
+        self.loaded = self.stops = False
         self.failure: Exception | None = None
         self._export_dir = export_dir
         self._model: ServedModel
@@ -145,6 +146,8 @@ class Service:
         """Why no requests should be sent here; empty if they should."""
         if problem := self.cannot_predict():
             return problem
+        if self.stops:
+            return "the server is stopping"
         age = _seconds_since(self._follower.created_time) if self._follower else 0.0
         if self._max_age is None or age <= self._max_age:
             return ""
@@ -217,7 +220,7 @@ class Service:
             "ready": float(not self.not_ready()),
             "model_age_seconds": _seconds_since(self._model.state.sample_time if self.loaded else None),
             "last_delta_age_seconds": _seconds_since(follower.applied_time if follower else None),
-            "following": float(follower is not None and not follower.problem),
+            "following": float(not follower.problem) if follower else math.nan,
             "open_connections": sum(map(len, self.open_connections)),
             "queued_requests": self.batcher.calls,
         }

@@ -1,11 +1,13 @@
 """Online training: predictions before training, publications, resumed runs, batches set aside, drifting ids."""
 
+import json
 import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import numpy as np
@@ -23,7 +25,7 @@ from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.online.loop import online
-from cowrec.trainer.online.measurements import WINDOW_FILE, ProgressiveQuality
+from cowrec.trainer.online.measurements import LABELLED, WINDOW_FILE, ProgressiveQuality, metrics_endpoint
 from cowrec.trainer.publishing.blob import decode
 from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.runtime.errors import NonFiniteLoss
@@ -98,6 +100,8 @@ def test_an_idle_trainer_publishes_nothing_and_answers_prometheus(case: Path, tm
             wait_for((tmp_path / "published").exists)
             wait_for(lambda: 4 in steps_of(open_target(str(tmp_path / "published"))))  # the last, of a short batch
             time.sleep(1.0)
+            with urlopen(f"http://127.0.0.1:{port}/livez") as answer:
+                assert json.loads(answer.read()) == {"status": "alive"}
             with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
                 for family in text_string_to_metric_families(answer.read().decode()):
                     scraped.update({(each.name, *each.labels.values()): each.value for each in family.samples})
@@ -127,6 +131,16 @@ def test_an_idle_trainer_publishes_nothing_and_answers_prometheus(case: Path, tm
     assert scraped["cowrec_online_lag_seconds",] > 0
     assert scraped["cowrec_online_seconds_since_publication",] >= 0
     assert scraped["cowrec_online_publication_failures_total",] == 0
+
+
+def test_a_trainer_that_is_stuck_is_not_alive() -> None:
+    with metrics_endpoint("127.0.0.1", 0, lambda: ({}, {name: {} for name in LABELLED}), lambda: False) as port:
+        with pytest.raises(HTTPError, match="503"):
+            urlopen(f"http://127.0.0.1:{port}/livez")
+        with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            text = answer.read().decode()
+    assert "process_cpu_seconds_total " in text
+    assert "cowrec_build_info{cowrec=" in text
 
 
 def steps_of(target: Target) -> list[int]:

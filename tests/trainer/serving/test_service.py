@@ -198,7 +198,11 @@ def test_metrics(server: Client) -> None:
         assert grown(f"cowrec_rejected_requests_total{{reason={reason}}}") == 1
     for status in (200, 400):
         assert grown(f"cowrec_request_seconds_count{{route=/predict,status={status}}}") == 2
-    assert (after["cowrec_model_step"], after["cowrec_model_version"], after["cowrec_following"]) == (5, 0, 0)
+    assert (after["cowrec_model_step"], after["cowrec_model_version"]) == (5, 0)
+    assert np.isnan(after["cowrec_following"])
+    assert (after["cowrec_queued_requests"], after["cowrec_open_connections"]) == (0, 1)
+    assert after["process_resident_memory_bytes"] > 1e6
+    assert any(name.startswith("cowrec_build_info{cowrec=") for name in after)
     assert np.isnan(after["cowrec_model_age_seconds"])  # its samples have no time
 
 
@@ -238,6 +242,37 @@ def test_sigterm_lets_requests_in_progress_finish(folder: Path) -> None:
         assert (server.process.returncode, "Traceback" in stderr) == (0, False), stderr
         assert f"cowrec: listening on http://127.0.0.1:{server.port}: POST /predict" in stderr
         assert f"cowrec: {folder / 'export'} is served: step 5\n" in stderr
+
+
+def test_a_server_that_stops_says_so_before_it_closes(folder: Path) -> None:
+    with serving_here(folder / "export", Limits(timeout_ms=1000 * DEADLINE), drain_seconds=1.0) as (client, _):
+        client.stop()
+        stopping = client.wait_for("ready", False)
+        assert stopping["problem"] == "the server is stopping"
+        assert client.predict(GOOD)[0] == 200
+        assert client.ask("GET", "/livez")[0] == 200
+
+
+def test_requests_are_logged_if_asked_for_and_keep_their_ids(folder: Path, caplog: Any) -> None:
+    caplog.set_level("INFO", "cowrec.trainer.serving.server")
+    with serving_here(folder / "export", Limits(timeout_ms=1000 * DEADLINE), access_log=True) as (client, service):
+        for sent, returned in ((b"a-1/2", "a-1/2"), (b"wrong id", None), (None, None)):
+            (connection,) = connected(client, 1)
+            header = b"X-Request-ID: %s\r\n" % sent if sent else b""
+            connection.sendall(post(GOOD, headers=header))
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            assert (answer.status, answer.headers["X-Request-ID"]) == (200, returned)
+            connection.close()
+        service.batcher._compute = None  # type: ignore[assignment]
+        status, content = client.predict(GOOD)
+        assert (status, "internal error; the log of the server shows it as request " in content["error"]) == (500, True)
+    lines = [each for each in caplog.messages if "POST /predict" in each]
+    assert re.fullmatch(r"127.0.0.1 POST /predict, request a-1/2: status 200, 1 samples, [0-9.]+ ms", lines[0])
+    assert [": status 200" in each and "request -:" in each for each in lines[1:3]] == [True] * 2
+    number = content["error"].rpartition(" ")[2]
+    assert f"request {number} to predict failed" in caplog.messages
+    assert f"request {number}: status 500" in lines[3]
 
 
 def test_a_used_or_wrong_port_and_a_folder_that_is_not_an_export_are_reported(
