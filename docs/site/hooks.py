@@ -12,7 +12,34 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("sparse_opt", "models", "data_pipeline", "trainer")
+TASKS = {
+    "trainer": {
+        "Train and predict": "fit load FittedModel",
+        "The same in steps": "load_config save_config RunConfig train evaluate predict export_model show_log",
+    },
+    "sparse_opt": {
+        "Clip in a TorchRec job": "attach_cowclip LookupsHandle TableStats detach_cowclip",
+        "The optimizer of the paper": "EmbeddingAdam AdamConfig FtrlConfig RowInitializer",
+        "Values for a larger batch": "scale_hyperparameters scale_clip Hyperparameters SCALING_RULES Preset PRESETS",
+        "Clip rules": "CowClip ReferenceCowClip ConstantClip FieldClip AdaptiveFieldClip GlobalClip NoClip ClipRule"
+        " RowLimit CLIP_RULES",
+        "Formulas on tensors": "cowclip_limits clip_scales clip_rows clip_tables",
+        "Id tables": "IdTables IdTableConfig Admission NewRows Entries rows_for hashed_ids id_bucket_rows",
+    },
+    "models": {
+        "Build a network": "build_model build_network ModelConfig MODELS require_model LOSSES loss_of l2_kernels",
+        "Write a network": "EmbeddingFront Features SequenceField SequenceRows physical_dim",
+    },
+    "data_pipeline": {
+        "Prepare raw files": "infer_schema InferredSchema prepare PrepareConfig work_bytes",
+        "Read prepared data": "Reader Batch Schema DenseField SparseField Split resident_bytes available_bytes MISSING"
+        " OUT_OF_VOCABULARY RESERVED_ROWS",
+        "Synthetic data": "synthesize SynthesizeConfig synthesize_drifting",
+        "Streams and requests": "open_source SampleSource SampleStream StreamBatch Chunk Position RawSamples"
+        " SampleCodec Encoded BadSample",
+    },
+}
+"""The public names of each package, by task; a name that is not listed ends the build."""
 # [text](../path) and ![text](../path), whose path may end in #anchor.
 OUTSIDE = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)#\s]+)[^)]*\)")
 ROLE = re.compile(r":(?:class|func|meth|data|attr):<code>")
@@ -39,13 +66,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         code = tutorial.read_text(encoding="utf-8")
         title, _, rest = code.removeprefix('"""').partition("\n\n")
         made[f"tutorials/{tutorial.stem}.md"] = f"# {title}\n\n{rest.partition(chr(34) * 3)[0]}\n```python\n{code}```\n"
-    for name in PACKAGES:
-        members = "".join(
-            f"\n::: cowrec.{name}.{each}\n    options: {{show_root_heading: true, show_root_toc_entry: true}}\n"
-            for each in exported(name)
-            if not each.startswith("_")
-        )
-        made[f"api/{name}.md"] = f"# cowrec.{name}\n{members}"
+    for package, tasks in TASKS.items():
+        listed = [name for names in tasks.values() for name in names.split()]
+        if sorted(listed) != sorted(name for name in exported(package) if not name.startswith("_")):
+            raise ValueError(f"TASKS of docs/site/hooks.py must list the public names of {package}, each once")
+        page, options = f"# cowrec.{package}\n", "options: {show_root_heading: true, show_root_toc_entry: true}"
+        for task, names in tasks.items():
+            page += f"\n## {task}\n"
+            for name in names.split():
+                page += f"\n::: cowrec.{package}.{name}\n    {options}\n"
+        made[f"api/{package}.md"] = page
     for uri, content in made.items():
         files.append(File.generated(config, uri, content=content))
     for page in files.documentation_pages():
