@@ -19,14 +19,15 @@ PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts $(addprefix --constr
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses 3 --dist worksteal
 PACKAGES := trainer models sparse_opt data_pipeline
 SOURCES := $(PACKAGES) $(wildcard cowrec/*.py) scripts tests docs
-LINT := ruff-check ruff-format mypy codespell links
+LINT := ruff-check ruff-format mypy codespell links workflows
 
-.PHONY: help demo test test-all lint $(LINT) docs suite coverage test-matrix $(MATRIX) test-without-gpu setup clean
+.PHONY: help demo test test-all thorough lint $(LINT) docs dist suite coverage test-matrix $(MATRIX) test-without-gpu setup clean
 
 help:
 	@echo 'make demo         set up .venv if needed, then train a small model end to end and show the result'
 	@echo 'make test         set up .venv if needed, then run the linters and the first two tiers of tests'
 	@echo 'make test-all     the same with the third tier and the other Pythons and matched sets'
+	@echo 'make thorough     only pytest, with the third tier'
 	@echo 'make lint         only the linters, as pre-commit runs them: $(LINT)'
 	@echo 'make suite        only pytest; TESTS=tests/models chooses tests, here and below'
 	@echo 'make coverage     the same with a coverage report'
@@ -34,6 +35,7 @@ help:
 	@for entry in $(MATRIX); do echo "                  make $$entry"; done
 	@echo 'make test-without-gpu  the tests of the CUDA path that need no GPU, under the first and the last matched set'
 	@echo 'make docs         build the documentation as a site in build/site; make test-all does so too'
+	@echo 'make dist         build wheel and sdist in build/dist, and try the wheel in a bare environment'
 	@echo 'make setup        only set up .venv (PYTHON=python3.12 chooses the interpreter)'
 	@echo 'make clean        remove .venv, build leftovers and caches; your runs and data stay'
 
@@ -45,10 +47,12 @@ test: $(READY)
 	@$(MAKE) --no-print-directory --jobs 2 lint suite
 
 # The third tier: kills, faults of hosts and servers, scripts, documents, long grids, and the first two tiers in the matrix's other environments.
-test-all: lint
-	@$(PYTEST) --thorough $(TESTS)
+test-all: lint thorough
 	@$(MAKE) --no-print-directory $(filter-out test-python-$(shell \
 		$(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')-torch-$(TORCH),$(MATRIX))
+
+thorough: $(READY)
+	@$(PYTEST) --thorough $(TESTS)
 
 lint: $(LINT)
 
@@ -66,6 +70,9 @@ codespell: $(READY)
 
 links: $(READY)
 	@$(BIN)/rumdl check --quiet --no-cache *.md docs results .github
+
+workflows: $(READY)
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 suite: $(READY)
 	@$(PYTEST) $(TESTS)
@@ -89,6 +96,12 @@ test-without-gpu:
 docs: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would drop warnings, which are then no errors
 	@echo build/site/index.html
+
+dist: $(READY)
+	@rm -rf build/dist
+	@$(BIN)/python -m build --outdir build/dist .
+	@$(BIN)/twine check --strict build/dist/*
+	@bash scripts/check_wheel.sh build/dist/*.whl $(abspath $(BIN))/python
 
 setup: $(READY)
 

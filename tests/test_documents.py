@@ -59,3 +59,17 @@ def test_the_citation_has_the_project_s_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_workflows_run_what_make_runs() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)) | {"lint"}
+    commands = [
+        command
+        for file in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+        for command in re.findall(r"- run: (.+)", file.read_text(encoding="utf-8"))
+    ]
+    assert commands
+    for command in commands:
+        program, *words = command.split()
+        assert program == "make"
+        assert {word for word in words if "=" not in word and word[0] not in "$}{"} - {"matrix.torch", "}}"} <= targets

@@ -95,6 +95,8 @@ def test_each_matched_set_has_its_constraints_and_its_part_of_the_matrix() -> No
     usage = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     matrix = [f"{python}-torch-{series(each.torch)}" for each in MATCHED_SETS for python in each.pythons.split()]
     assert re.findall(r"make test-python-(\S+)", usage) == matrix
+    workflow = re.findall(r'{python: "([\d.]+)", torch: "([\d.]+)"}', text(".github/workflows/test.yml"))
+    assert [f"{python}-torch-{torch}" for python, torch in workflow] == matrix
 
 
 def test_files_name_the_matched_sets_and_pythons() -> None:
