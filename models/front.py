@@ -1,7 +1,7 @@
 """Embedding front: looks up all fields at once and passes their embeddings and wide weights to a network.
 
-Sizes: B samples, F fields, D embedding width, d width of a field's own, P stored width of a row, N dense features, L
-positions of a sequence, K keys: those of all fields, of which a sequence has L and others one.
+Sizes: B samples, F fields, D embedding width, d embedding width of a single field, P stored width of a row, N dense
+features, L positions of a sequence, K keys of all fields. A sequence has L keys, and any other field has one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,40 +20,40 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 Sparse: TypeAlias = "KeyedJaggedTensor | Tensor | tuple[Tensor, Tensor]"
-"""What a network gets for its sparse fields: their ids, or for a :class:`LookedUpFront` their rows, float [B, K, P],
-with the lengths of the sequences, int [B, sequences], if there are any."""
+"""Input of a network for its sparse fields: ids, or for a :class:`LookedUpFront` the ids' rows, float [B, K, P], with
+the lengths of the sequences, int [B, sequences], if there are sequences."""
 
 
 class SequenceField(Protocol):
-    """A field whose ids have an order: each is looked up for itself."""
+    """A field whose ids have an order. Each id is looked up by itself."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Those of its L positions, each with at most one id of a sample, the newest id in the last one."""
+        """Keys of the L positions. A position has at most one id of a sample; the last one has the newest id."""
 
     @property
     def shares(self) -> str:
-        """The field whose table it shares, such as the item that is scored beside a history of items; "" for none."""
+        """Field whose table the sequence shares, such as the scored item for a history of items; "" for none."""
 
     @property
     def along(self) -> str:
-        """The sequence whose ids it describes one by one, and so has the mask of; "" for none."""
+        """Sequence whose ids this sequence describes one by one, so that both have one mask; "" for none."""
 
 
 class SequenceRows(NamedTuple):
     """Rows of a sequence field."""
 
     rows: Tensor
-    """Float [B, L, P], the newest last; zeros where a shorter sequence has no id, which is before its ids."""
+    """Float [B, L, P], the newest last. Positions before the ids of a shorter sequence have zeros."""
     mask: Tensor
-    """Where there is an id: bool [B, L]."""
+    """True where the sequence has an id, bool [B, L]."""
 
 
 def physical_dim(embedding_dim: int) -> int:
     """Stored width P of a table: the smallest multiple of 4 that holds D columns and the wide weight.
 
-    Columns [0, D) are the embedding, column D is the wide weight; further columns have zero gradient and stay zero if
-    initialised to zero. FBGEMM's fused tables need the multiple of 4; one lookup serves both parts of a row.
+    Columns [0, D) are the embedding, and column D is the wide weight, so that one lookup serves both. Further columns
+    have zero gradients and stay zero if they are initialised to zero. FBGEMM's fused tables need a multiple of 4.
     """
     return (embedding_dim // 4 + 1) * 4
 
@@ -62,35 +62,35 @@ class Features(NamedTuple):
     """Inputs of a network."""
 
     rows: Tensor
-    """Looked-up rows, float [B, F, P], fields in the order of the tables; the D columns of embeddings come first, of
-    fields with a width of their own projected to D. The row of a sequence is the mean of its rows."""
+    """Looked-up rows, float [B, F, P], fields in the order of the tables. The first D columns are the embeddings;
+    embeddings of another width are projected to D. The row of a sequence is the mean of the sequence's rows."""
     wide: Tensor
-    """Sum of the samples' wide weights, float [B]."""
+    """Sum of each sample's wide weights, float [B]."""
     flat: Tensor
     """All embeddings, field-major, then the dense features: [B, F * D + N], under autocast in its dtype."""
     sequences: Mapping[str, SequenceRows]
-    """By field."""
+    """Rows of the sequences, by field."""
     padded: Tensor | None = None
-    """``flat`` and columns of zeros up to a multiple of 8, in the same memory, without a gradient; on CUDA, unless the
-    width is such a multiple. Products in TF32 and bfloat16 are fast where rows begin at 16 bytes."""
+    """``flat`` with columns of zeros up to a multiple of 8, in the memory of ``flat``, without a gradient. It exists on
+    CUDA alone, and only if the width is not such a multiple. Products in TF32 and bfloat16 are fast where rows begin at
+    multiples of 16 bytes."""
     pairs: Tensor | None = None
-    """Sum of the inner products of all pairs of fields, float [B]; on CUDA, where the kernel that reads the rows
-    computes it."""
+    """Sum of the inner products of all pairs of fields, float [B]; on CUDA alone, by the kernel that reads the rows."""
 
 
 class EmbeddingFront(nn.Module):
     """Embedding tables, one per field or group of fields, and the dense features beside them.
 
     Args:
-        tables: each of width ``physical_dim(d)``, d being that of its fields; their feature names are the fields, and
-            the keys of sequences.
-        embedding_dim: D, to which the embeddings of other widths are projected.
+        tables: tables of width ``physical_dim(d)``, where d is the width of their fields. Their feature names are the
+            fields, and the keys of sequences.
+        embedding_dim: D, to which embeddings of other widths are projected.
         num_dense: N, may be 0.
-        embedding_dims: d of fields where it is not D.
-        is_weighted: whether the ids carry weights; all tables are then pooled by sum.
-        fields: order of the fields; by default that of the tables.
-        sequences: fields that are sequences, which ``fields`` must list.
-        device: device of the tables; with the meta device the sharding allocates them.
+        embedding_dims: d of the fields whose width is not D.
+        is_weighted: whether the ids have weights; all tables are then pooled by sum.
+        fields: fields in the order in which the network gets them; by default in the order of the tables.
+        sequences: fields that are sequences, by name; ``fields`` lists them too.
+        device: device of the tables; on the meta device, sharding allocates them.
 
     Raises:
         ValueError: no tables, or a table of another width than the model needs.
@@ -128,7 +128,6 @@ class EmbeddingFront(nn.Module):
                         f"table {table.name} is {table.embedding_dim} wide, but {key} = {width} needs "
                         f"physical_dim({width}) = {physical_dim(width)}"
                     )
-        # By name below: the order of the looked-up columns depends on the sharding plan.
         self.fields = list(fields or (field for table in tables for field in table.feature_names))
         self.embedding_dim = embedding_dim
         self.num_dense = num_dense
@@ -143,9 +142,9 @@ class EmbeddingFront(nn.Module):
 
 
 class LookedUpFront(nn.Module):
-    """Replacement of an :class:`EmbeddingFront` without tables, for rows that are looked up elsewhere, as in serving.
+    """Replacement of an :class:`EmbeddingFront` for rows that are looked up elsewhere, as in serving.
 
-    ``widths`` are d of each field. ``row_width`` is P of the widest rows, ``num_keys`` is K.
+    ``widths`` are d of each field, ``row_width`` is P of the widest rows, and ``num_keys`` is K.
     """
 
     def __init__(
@@ -166,10 +165,10 @@ class LookedUpFront(nn.Module):
         self.num_keys = len(self.layout.keys)
 
     def forward(self, dense: Tensor, sparse: "Tensor | tuple[Tensor, Tensor]") -> Features:
-        """Features from dense features [B, N] and pooled rows [B, K, P], keys in the order of the fields.
+        """Makes features of dense features [B, N] and pooled rows [B, K, P], whose keys are in the order of the fields.
 
-        With sequences the rows come with their lengths, int [B, sequences]; rows of positions without an id are zeros.
-        What follows the columns of a narrower row does not matter.
+        With sequences, the input is (rows, lengths of the sequences, int [B, sequences]), and rows of positions without
+        an id are zeros. Columns beyond the width of a narrower row may have any values.
         """
         rows, lengths = (sparse, None) if isinstance(sparse, Tensor) else sparse
         features: Features = self.layout(rows, dense, lengths)
@@ -221,7 +220,7 @@ class _Layout(nn.Module):
         return _features(torch.cat(parts, 1), dense, self._embedding_dim, sequences)
 
     def _mask(self, present: "KeyedJaggedTensor | Tensor", index: int, number: int) -> Tensor:
-        """Where the sequence of that index, and field of that number, has ids: bool [B, L]."""
+        """True where a sequence has ids, bool [B, L], by its index among the sequences and its number as a field."""
         size = self._sizes[number]
         if isinstance(present, Tensor):
             position = torch.arange(size, device=present.device)
@@ -253,9 +252,8 @@ def _require_one_width(sequences: Mapping[str, SequenceField], width: Callable[[
 class Projections(nn.Module):
     """A linear map without bias from d to D for each field whose d is not D; other embeddings stay as they are.
 
-    The keys of a sequence have one map, that of the field whose table it shares if there is one. ``keys`` gives the
-    field whose map a key has, and d. ``kernels`` are float [fields, d, D] by d, in the order of the keys.
-
+    ``keys`` has, for each key, the field whose map the key uses, and d. All keys of a sequence use one map, that of the
+    field whose table the sequence shares. ``kernels`` are float [fields, d, D] by d, in the order of the keys.
     Source: Mixed Dimension Embeddings (arXiv 1909.11810), with one block for each field.
     """
 
@@ -280,7 +278,7 @@ class Projections(nn.Module):
         self.register_buffer("order", grouped.argsort(), persistent=False)
 
     def forward(self, rows: Sequence[Tensor]) -> Tensor:
-        """[B, K, D + 1], embeddings and wide weights, of each key's rows [B, d + 1 or more], likewise."""
+        """Maps each key's rows [B, d + 1 or more], embeddings and wide weights, to [B, K, D + 1]."""
         groups = []
         for d, numbers in self._keys.items():
             group = torch.stack([rows[number] for number in numbers], dim=1)
@@ -307,7 +305,7 @@ def _features(rows: Tensor, dense: Tensor, embedding_dim: int, sequences: Mappin
     if not torch.is_inference_mode_enabled():
         wide, flat = _WideAndFlat.apply(rows, dense, embedding_dim, dtype)
         return Features(rows, wide, flat, sequences)
-    # The time of a server's few samples is that of the number of operations: here there are few.
+    # For the few samples of a request, the time depends on the number of operations, which is small here.
     flat = torch.cat((rows.narrow(2, 0, embedding_dim).flatten(1), dense), 1)
     flat = flat if flat.dtype == dtype else flat.to(dtype)
     return Features(rows, rows.sum(1).select(1, embedding_dim), flat, sequences)

@@ -30,11 +30,12 @@ class Regularized(Protocol):
 
 
 def l2_kernels(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The dense kernels that the CowClip reference regularises, as the model's own parameters.
+    """Finds the dense kernels that the CowClip reference regularises.
 
     Returns:
-        ``"linear"``: the linear kernel on the dense features (its ``l2_reg_linear``); ``"cross"``: the kernels of the
-        cross layers (its ``l2_reg_cross``, 1e-5). MLP and biases are in neither.
+        Parameters of the model. ``"linear"`` has the linear kernel on the dense features (the reference's
+        ``l2_reg_linear``), ``"cross"`` the kernels of the cross layers (the reference's ``l2_reg_cross``, 1e-5). MLPs
+        and biases are not regularised.
     """
     groups: dict[str, list[nn.Parameter]] = {"linear": [], "cross": []}
     for module in model.modules():
@@ -78,7 +79,7 @@ class LinearPart(nn.Module):
         return [] if self.kernel is None else [self.kernel]
 
     def forward(self, wide: Tensor, dense: Tensor) -> Tensor:
-        """Logits [B] of summed wide weights [B] and dense features [B, N]."""
+        """Returns logits [B] of summed wide weights [B] and dense features [B, N]."""
         logits = wide + self.bias
         return logits if self.kernel is None else logits + logits_of(dense, self.kernel)
 
@@ -126,7 +127,7 @@ class LogitKernel(nn.Module):
         return self._shifted(logits_of(x, self.kernel))
 
     def of(self, mlp: Mlp, x: Tensor, padded: Tensor | None = None) -> Tensor:
-        """Logits [B] of the outputs of an MLP; one operation, where that is faster."""
+        """Returns logits [B] of the outputs of an MLP, by one operation where that is faster."""
         return self._shifted(mlp.logits(x, padded, self.kernel))
 
     def _shifted(self, logits: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ class LogitKernel(nn.Module):
 
 
 class FieldEmbeddings(nn.Module):
-    """Embeddings of all fields, where a dense feature's is a vector times the feature.
+    """Embeddings of all fields and dense features; the embedding of a dense feature is a vector times the feature.
 
     Source: AutoInt (arXiv 1810.11921), equation 4.
     """
@@ -145,6 +146,6 @@ class FieldEmbeddings(nn.Module):
         self.dense = glorot_normal(num_dense, embedding_dim) if num_dense else None
 
     def forward(self, rows: Tensor, dense: Tensor) -> Tensor:
-        """[B, F + N, D] of rows [B, F, P], whose first D columns count, and dense features [B, N]."""
+        """Returns [B, F + N, D] of rows [B, F, P], whose first D columns are embeddings, and dense features [B, N]."""
         embeddings = rows[:, :, : self._embedding_dim]
         return embeddings if self.dense is None else torch.cat([embeddings, dense[:, :, None] * self.dense], dim=1)

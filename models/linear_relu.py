@@ -18,7 +18,7 @@ torch.fx.wrap("linear_relu")
 _SAMPLES = 8192
 """Samples per part of a kernel's gradient, so that their copies in oneDNN's tensors stay in the cache."""
 _PACKED_FOR = 256
-"""Samples for which oneDNN chooses the order of a packed kernel; others can use it too."""
+"""Samples for which oneDNN chooses the order of a packed kernel; other numbers of samples can use the kernel too."""
 _FEW_SAMPLES = 1024
 """Most samples for which a kernel's gradient is a product of transposed tensors: the copies would cost more."""
 _MANY_SAMPLES = 1 << 14
@@ -33,8 +33,8 @@ if BY_ONE_DNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
 def linear_relu(x: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = None) -> Tensor:
     """Applies ``x <- relu(x @ weight.T + bias)`` for each layer's weight [H, K] and bias [H], in this order.
 
-    ``padded`` has the values of x and columns of zeros after them, float [B, K or more], which serve the products
-    instead of x where they can. Returns [B, H] of x [B, K], under autocast in its dtype.
+    ``padded``, float [B, K or more], is x with columns of zeros behind it, which products read instead of x where they
+    can. Returns [B, H] of x [B, K], under autocast in the dtype of autocast.
     """
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind)
@@ -86,25 +86,25 @@ class LinearRelu(nn.Linear):
 
     @property
     def kernel(self) -> Tensor:
-        """The weight [H, K], packed or not; one that is packed cannot be converted."""
+        """The weight [H, K], packed unless autocast has to convert it."""
         return self.weight if self._packed is None or torch.is_autocast_enabled("cpu") else self._packed
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_relu(x, self.kernel, self.bias)
 
     def pack(self) -> None:
-        """Copies the kernel to the order in which oneDNN reads it, for inference on CPU; it must not change then."""
+        """Copies the kernel to the order in which oneDNN reads it, for inference on CPU. The weight must not change."""
         if BY_ONE_DNN:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _PACKED_FOR)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_packed"}  # it cannot be copied
+        return {name: value for name, value in self.__dict__.items() if name != "_packed"}  # which cannot be copied
 
 
 class _Layers(torch.autograd.Function):
-    """All layers are one operation for autograd, whose own work takes as long as a layer of a small batch.
+    """All layers as one operation, because autograd's own work takes as long as a layer of a small batch.
 
-    The parameters are converted to the dtype of x. With a ``kernel`` the result is that of :func:`logits_of`.
+    The parameters are converted to the dtype of x. With a ``kernel``, :func:`logits_of` follows the layers.
     """
 
     @staticmethod
@@ -150,7 +150,7 @@ class _OneDnn:
 
     @staticmethod
     def relu_backward(grad: Tensor, output: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
-        """Gradient of the ReLU's input, [B, H], its sum over the samples, [H], and the gradient of a kernel."""
+        """Returns the gradient of the ReLU's input, [B, H], its sum over the samples, [H], and a kernel's gradient."""
         grad = torch.ops.aten.threshold_backward(grad, output, 0)
         return grad, grad.sum(0), None
 
@@ -161,7 +161,7 @@ class _OneDnn:
 
     @staticmethod
     def kernel_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """``grad.T @ x``, [H, K], of the gradient [B, H] of a layer's products and its inputs [B, K]."""
+        """``grad.T @ x``, [H, K], of the gradient [B, H] of a layer's products and the layer's inputs [B, K]."""
         if grad.dtype != torch.float32:  # torch computes these products with oneDNN
             return grad.t() @ x
         if 0 < len(grad) <= _FEW_SAMPLES:

@@ -1,6 +1,6 @@
-"""Losses of a sample: ``(logits, label) -> loss`` of the same shape. Mean and weights are the training step's.
+"""Losses of samples: ``(logits, label) -> loss``. The training step takes the weighted mean.
 
-B samples, T tasks.
+Sizes: B samples, T tasks.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from cowrec.errors import UserError
 
-from .options import checked_options
+from .config import checked_options
 from .own_code import chosen, is_import_path, tried
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""From logits and labels, float [B] or [B, T], to the loss of each, of the same shape."""
+"""Function from logits and labels, both float [B] or [B, T], to losses of the same shape."""
 
 
 def bce(logits: Tensor, label: Tensor) -> Tensor:
@@ -41,8 +41,9 @@ def focal(
     Args:
         logits: float [B] or [B, T].
         label: of the same shape, from 0 to 1.
-        gamma: 0 is the cross-entropy; the larger, the less a sample counts that is predicted well already.
-        alpha: weight of the positive samples, 1 - alpha that of the others; by default both are 1.
+        gamma: exponent; 0 is the cross-entropy, and a larger value lowers the weight of samples that are predicted
+            well.
+        alpha: weight of positive samples; other samples have the weight 1 - alpha. By default both weights are 1.
     """
     # (1 - p)^gamma by its logarithm, whose gradient is finite where 1 - p is 0.
     positive = torch.exp(gamma * F.logsigmoid(-logits)) * bce(logits, torch.ones_like(logits))
@@ -55,10 +56,10 @@ LOSSES: dict[str, Loss] = {"bce": bce, "focal": focal}
 
 
 def loss_of(name: str, options: Mapping[str, Any], tasks: int = 1) -> Loss:
-    """The loss ``train.loss = name`` with ``train.loss_options``, checked on a few samples if it is the user's own.
+    """Returns the loss ``train.loss = name`` with ``train.loss_options``; tries a loss of the user's own.
 
     Args:
-        tasks: number of labels; 0 where it is not known yet, and no sample is tried.
+        tasks: number of labels; 0 if it is not known yet, and the loss is not tried.
 
     Raises:
         ValueError: an unknown name or option, or a function that does not return the loss of each sample.

@@ -1,22 +1,16 @@
-"""Code of the user's own, which a configuration names as "module:name": importing it, and trying a network of it."""
+"""Networks and losses that a configuration names: built-in ones, and "module:name" of the user's own code."""
 
 import importlib
 import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from cowrec.errors import UserError
 from cowrec.names import nearest_name
-
-from .front import LookedUpFront
 
 
 def is_import_path(name: str) -> bool:
@@ -29,9 +23,9 @@ def search_also(*folders: Path) -> None:
 
 
 def chosen(key: str, name: str, known: Mapping[str, Any], own: str) -> Any:
-    """What ``key = "name"`` of a configuration means: one of ``known``, or the user's own; see :func:`imported`.
+    """Finds the object that ``key = "name"`` of a configuration names: one of ``known``, or :func:`imported` code.
 
-    ``own`` tells how one's own is written, for the ValueError that an unknown name raises.
+    Raises ValueError for an unknown name; ``own`` is the message's hint how code of the user's own is named.
     """
     if is_import_path(name):
         return imported(key, name)
@@ -43,11 +37,11 @@ def chosen(key: str, name: str, known: Mapping[str, Any], own: str) -> Any:
 
 
 def imported(key: str, name: str) -> Any:
-    """Imports the object that ``key = "module:name"`` of a configuration means.
+    """Imports the object that ``key = "module:name"`` of a configuration names.
 
     Raises:
-        ValueError: not of this form, no such module or name in it, an error while it is imported, or a file that has
-            changed since then.
+        ValueError: the name has another form, the module or the name in it does not exist, the import fails, or the
+            module's file has changed since this process imported it.
     """
     module_name, _, attribute = name.partition(":")
     given = f'{key} = "{name}"'
@@ -79,17 +73,17 @@ def imported(key: str, name: str) -> Any:
 
 
 _SOURCES: dict[ModuleType, bytes] = {}
-"""Contents of the file of each module when it was first used."""
+"""Contents of each module's file when the module was first used."""
 
 
 def file_of(module: ModuleType) -> Path | None:
-    """The file that a module was imported from; None if it is built into Python, or made in memory."""
+    """File of a module; None for a module that is built into Python or made in memory."""
     file = getattr(module, "__file__", None)
     return Path(file).absolute() if file else None
 
 
 def require_beside(key: str, name: str, folder: Path) -> None:
-    """Raises ValueError if ``module:name``, once imported, is another file than the one in ``folder``."""
+    """Raises ValueError if ``folder`` has a file of the imported ``module:name`` and another file was imported."""
     module = name.partition(":")[0]
     beside, file = folder.absolute() / f"{module.replace('.', '/')}.py", file_of(sys.modules[module])
     if file and beside.is_file() and not beside.samefile(file):
@@ -99,55 +93,8 @@ def require_beside(key: str, name: str, folder: Path) -> None:
         )
 
 
-def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num_tasks: int) -> None:
-    """Makes a network and computes logits of three samples in training, and of one in evaluation.
-
-    Raises:
-        ValueError: it does not keep the front, fails, returns anything but a logit for each sample (and task), or its
-            logits do not depend on the embeddings, or are not finite for a sample without a history.
-    """
-    given = f'model.name = "{name}"'
-    hint = "in the check the ids are looked up already, so that sparse can only be passed to self.front"
-    network = tried(given, "making it with (config, front)", build, hint)
-    if not any(module is front for module in network.modules()):
-        raise UserError(f"{given} does not keep the front that it is given; write self.front = front in its __init__")
-    rows = torch.rand(3, front.num_keys, front.row_width, requires_grad=True)
-    longest = torch.tensor([len(sequence.keys) for sequence in front.sequences.values()], dtype=torch.int64)
-    lengths = torch.stack([longest, longest * 0, longest.clamp(max=1)])
-
-    def forward(training: bool, *inputs: Any) -> Tensor:
-        logits: Tensor = network.train(training)(*inputs)
-        return logits
-
-    for samples in (3, 1):
-        what = f"its forward(dense, sparse) on {samples} sample{'s' if samples > 1 else ''}"
-        dense, some = torch.rand(samples, front.num_dense), rows[:samples]
-        looked_up = (some, lengths[:samples]) if front.sequences else some
-        logits = tried(given, what, partial(forward, samples > 1, dense, looked_up), hint)
-        shape = [samples, num_tasks] if num_tasks > 1 else [samples]
-        found = f"{list(logits.shape)} of {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
-        if found != f"{shape} of torch.float32":
-            remedy = "for a last dimension of one return logits.squeeze(1)" if "1]" in found else "see docs/models.md"
-            raise UserError(
-                f"{given}: {what} returned {found} instead of one logit for each"
-                f" {'sample and task' if num_tasks > 1 else 'sample'}, float32 {shape}; {remedy}"
-            )
-        trained = [rows, *(parameter for parameter in network.parameters() if parameter.requires_grad)]
-        used = logits.requires_grad and torch.autograd.grad(logits.sum(), trained, allow_unused=True)
-        if not used or used[0] is None:
-            raise UserError(
-                f"{given} computes logits that do not depend on the embeddings, so that no table would be trained;"
-                " compute them from self.front(dense, sparse), without detach()"
-            )
-        if front.sequences and not all(values.isfinite().all() for values in (logits, *used) if values is not None):
-            raise UserError(
-                f"{given}: {what} returned logits or gradients that are not finite for a sample without a history, as"
-                " requests and the padding of torchrun have; mask with -1e9 instead of -inf, and multiply by the mask"
-            )
-
-
 def tried(given: str, what: str, function: Callable[[], Any], hint: str) -> Any:
-    """Calls a function of the user's. Raises ValueError, with the place in the user's file, if it fails."""
+    """Calls a function of the user. Raises ValueError, with the line of the user's file, if the function fails."""
     try:
         return function()
     except Exception as error:
@@ -155,8 +102,8 @@ def tried(given: str, what: str, function: Callable[[], Any], hint: str) -> Any:
 
 
 def _place(error: Exception) -> str:
-    """`` (FILE:LINE)`` of the innermost frame of an error in the user's code."""
-    others = (__file__, inspect.getfile(importlib), "<frozen", "/torch/")
+    """`` (FILE:LINE)`` of the innermost frame of an error that is in the user's code; empty if none is."""
+    others = (str(Path(__file__).parent), inspect.getfile(importlib), "<frozen", "/torch/")
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not any(map(frame.filename.count, others))
     ]

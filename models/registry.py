@@ -1,15 +1,16 @@
 """The networks by name, and their construction from a configuration."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cowrec.errors import UserError
 
-from .config import ModelConfig
+from .config import ModelConfig, checked_options
 from .front import EmbeddingFront, Front, LookedUpFront, SequenceField
 from .networks.autoint import AutoInt
 from .networks.dcn import DCN, DCNMix, DCNv2
@@ -22,8 +23,7 @@ from .networks.histories import BST, DIN, HSTU
 from .networks.masknet import ParallelMaskNet, SerialMaskNet
 from .networks.multi_task import PLE, MMoE, SharedBottom
 from .networks.xdeepfm import XDeepFM
-from .options import checked_options
-from .own_code import check_network, chosen, is_import_path
+from .own_code import chosen, is_import_path, tried
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -53,16 +53,16 @@ MODELS: dict[str, type[nn.Module]] = {
 
 
 def require_model(config: ModelConfig) -> None:
-    """Checks the network's name and its options; imports the module of a network of your own.
+    """Checks the network's name and options; imports the module of a network of your own.
 
     Raises:
-        ValueError: the name is neither in ``MODELS`` nor that of a class that is a network, or an option does not fit.
+        ValueError: the name is neither in ``MODELS`` nor the name of a network's class, or an option does not fit.
     """
     _class_and_options(config)
 
 
 def all_options(config: ModelConfig) -> dict[str, object]:
-    """The options of the network, also those that have their defaults."""
+    """Returns all options of the network, with the defaults of those that are not given."""
     network, given = _class_and_options(config)
     parameters = list(inspect.signature(network).parameters.values())[2:]
     return {parameter.name: parameter.default for parameter in parameters if parameter.name != _TASKS} | given
@@ -81,27 +81,22 @@ def build_model(
 ) -> nn.Module:
     """Builds the network ``config.name`` on the given tables.
 
-    Its dense part is initialised as in the CowClip reference, from torch's global generator. The caller chooses the
+    The dense part is initialised as in the CowClip reference, from torch's global generator. The caller chooses the
     tables' initial values (``EmbeddingBagConfig.init_fn``); columns after the wide weight should be zero.
 
     Args:
-        tables: of width ``physical_dim(D)``, or of a field's own width in ``config.embedding_dims``; their feature
-            names are the fields, and the keys of sequences.
-        num_dense: number of dense features N; 0 is fine.
-        is_weighted: whether the ids carry weights; all tables are then pooled by sum.
-        fields: the order in which the network sees them; by default that of the tables.
-        sequences: fields that are sequences, which ``fields`` must list.
+        tables, num_dense, is_weighted, fields, sequences: as in :class:`EmbeddingFront`.
         num_tasks: number of labels T.
-        device: where everything is built, by default the CPU. With the meta device only the tables are there, so that
-            sharding allocates them, and the dense part is on the CPU.
+        device: device of the model, by default the CPU. On the meta device, sharding allocates the tables, and the
+            dense part is on the CPU.
 
     Returns:
         A module ``forward(dense float [B, N], sparse KeyedJaggedTensor) -> logits float [B]``, or [B, T] of T > 1
-        tasks. Sharding replaces its one EmbeddingBagCollection, ``front.embeddings``.
+        tasks. Sharding replaces the module's one EmbeddingBagCollection, ``front.embeddings``.
 
     Raises:
-        ValueError: an unknown name, field or option, a network of one task for several, tables that do not fit the
-            configuration, or a network of your own that is not as docs/models.md describes.
+        ValueError: a name, field or option is unknown, the network has one task and the data have several, the tables
+            do not fit the configuration, or a network of your own is not as docs/models.md describes.
     """
     require_model(config)
     front = EmbeddingFront(
@@ -118,7 +113,7 @@ def build_model(
     if is_import_path(config.name):
         # Tried on a few samples, without changing the random numbers of the run.
         with torch.random.fork_rng(devices=[]):
-            check_network(config.name, lambda: _network(config, looked_up, num_tasks), looked_up, num_tasks)
+            _check_network(config.name, lambda: _network(config, looked_up, num_tasks), looked_up, num_tasks)
     model = _network(config, front, num_tasks)
     if device is not None and device.type != "meta":
         model.to(device)
@@ -132,15 +127,59 @@ def build_network(
     num_tasks: int = 1,
     sequences: Mapping[str, SequenceField] | None = None,
 ) -> nn.Module:
-    """Builds the network ``config.name`` without its tables, for rows that are looked up and pooled elsewhere.
+    """Builds the network ``config.name`` without tables, for rows that are looked up and pooled elsewhere.
 
     Returns:
-        A module on the CPU, ``forward(dense float [B, N], rows float [B, F, P]) -> logits float [B]``, or [B, T] of T >
-        1 tasks, where P is the stored width of the widest field. With sequences, it takes ``(rows, lengths)`` in place
-        of the rows: a row for each key, [B, K, P], zeros where there is no id, and the lengths int [B, sequences]. Its
-        parameters have the names they have in :func:`build_model`'s.
+        A module on the CPU, ``forward(dense float [B, N], rows) -> logits float [B]``, or [B, T] of T > 1 tasks, with
+        rows as in :meth:`LookedUpFront.forward`. The parameters have the same names as in :func:`build_model`'s module.
     """
     return _network(config, _looked_up_front(config, fields, num_dense, sequences), num_tasks)
+
+
+def _check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num_tasks: int) -> None:
+    """Tries a network of the user's own on three samples in training and on one in evaluation.
+
+    Raises ValueError if the network does not keep the front, fails, does not return one logit for each sample and task,
+    or computes logits that do not depend on the embeddings or are not finite for a sample without a history.
+    """
+    given = f'model.name = "{name}"'
+    hint = "in the check the ids are looked up already, so that sparse can only be passed to self.front"
+    network = tried(given, "making it with (config, front)", build, hint)
+    if not any(module is front for module in network.modules()):
+        raise UserError(f"{given} does not keep the front that it is given; write self.front = front in its __init__")
+    rows = torch.rand(3, front.num_keys, front.row_width, requires_grad=True)
+    longest = torch.tensor([len(sequence.keys) for sequence in front.sequences.values()], dtype=torch.int64)
+    lengths = torch.stack([longest, longest * 0, longest.clamp(max=1)])
+
+    def forward(training: bool, *inputs: Any) -> Tensor:
+        logits: Tensor = network.train(training)(*inputs)
+        return logits
+
+    for samples in (3, 1):
+        what = f"its forward(dense, sparse) on {samples} sample{'s' if samples > 1 else ''}"
+        dense, some = torch.rand(samples, front.num_dense), rows[:samples]
+        looked_up = (some, lengths[:samples]) if front.sequences else some
+        logits = tried(given, what, partial(forward, samples > 1, dense, looked_up), hint)
+        shape = [samples, num_tasks] if num_tasks > 1 else [samples]
+        found = f"{list(logits.shape)} of {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
+        if found != f"{shape} of torch.float32":
+            remedy = "for a last dimension of one return logits.squeeze(1)" if "1]" in found else "see docs/models.md"
+            raise UserError(
+                f"{given}: {what} returned {found} instead of one logit for each"
+                f" {'sample and task' if num_tasks > 1 else 'sample'}, float32 {shape}; {remedy}"
+            )
+        trained = [rows, *(parameter for parameter in network.parameters() if parameter.requires_grad)]
+        used = logits.requires_grad and torch.autograd.grad(logits.sum(), trained, allow_unused=True)
+        if not used or used[0] is None:
+            raise UserError(
+                f"{given} computes logits that do not depend on the embeddings, so that no table would be trained;"
+                " compute them from self.front(dense, sparse), without detach()"
+            )
+        if front.sequences and not all(values.isfinite().all() for values in (logits, *used) if values is not None):
+            raise UserError(
+                f"{given}: {what} returned logits or gradients that are not finite for a sample without a history, as"
+                " requests and the padding of torchrun have; mask with -1e9 instead of -inf, and multiply by the mask"
+            )
 
 
 def _looked_up_front(

@@ -1,6 +1,6 @@
 """CUDA kernels for passes over all samples, written in Triton: the front's features, and the ReLU of a backward pass.
 
-Each reads and writes its tensors once, where operators of torch would take several passes. Sums are in a fixed order.
+A kernel reads and writes its tensors once, where operators of torch need several passes. Sums have a fixed order.
 Sizes: B samples, F fields, D embedding width, P stored width of a row, N dense features, H columns of a layer.
 """
 
@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 _ELEMENTS, _MOST_CHUNK, _MOST_DENSE = 2048, 16, 64
-"""Elements of a program's tile, unless one sample has more; most columns of a row, and most dense features, at a
-time."""
+"""Elements of a program's tile, unless one sample has more; columns of a row, and dense features, that are read at
+most at a time."""
 _ROWS, _COLUMNS, _MOST_SPLITS = 32, 64, 256
 """Samples and columns of the tile of a ReLU, and the most programs that share the samples of a column."""
 
@@ -100,18 +100,18 @@ def _grid(samples: int, tile: dict[str, int]) -> tuple[int]:
 def features_on_device(
     rows: Tensor, dense: Tensor, dim: int, width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The features of looked-up rows, in one pass.
+    """Computes the features of looked-up rows in one pass.
 
     Args:
         rows: float [B, F, P], contiguous; at most 32 bits a number, as for all tensors here.
         dense: float [B, N].
         dim: D.
         width: columns of the third result, at least F * D + N.
-        dtype: type of the third result.
+        dtype: dtype of the third result.
 
     Returns:
-        Sum of the wide weights and of the products of all pairs of embeddings, both [B] of the rows' type; and the
-        embeddings, the dense features and zeros, [B, width].
+        The sum of the wide weights, [B], and the sum of the products of all pairs of embeddings, [B], in the dtype of
+        the rows; and the embeddings, the dense features and zeros, [B, width].
     """
     samples, tile, dense = len(rows), _tile(rows), dense if dense.stride(-1) == 1 else dense.contiguous()
     wide, pairs, flat = rows.new_empty(samples), rows.new_empty(samples), rows.new_empty(samples, width, dtype=dtype)
@@ -134,7 +134,10 @@ def features_backward_on_device(
     grad_pairs: Tensor | None = None,
     grad_flat: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of the rows of :func:`features_on_device`, [B, F, P]; None for a result that was not used."""
+    """Computes the gradient of the rows of :func:`features_on_device`, [B, F, P].
+
+    A gradient is None if the result was not used.
+    """
     samples, tile, grad_rows = len(rows), _tile(rows), torch.empty_like(rows)
     if grad_flat is not None and grad_flat.stride(-1) != 1:
         grad_flat = grad_flat.contiguous()
@@ -195,16 +198,16 @@ def _relu_backward(
 def relu_backward_on_device(
     grad: Tensor, output: Tensor, kernel: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Backward of a ReLU, sum over the samples, and backward of the logits ``output @ kernel``, in the same pass.
+    """Computes the backward of a ReLU, and of the logits ``output @ kernel`` if there is a kernel, in one pass.
 
     Args:
-        grad: of the ReLU's output, [B, H]; of the logits, [B], where there is a kernel.
-        output: of the ReLU, [B, H], contiguous.
+        grad: gradient of the ReLU's output, [B, H]; with a kernel, gradient of the logits, [B].
+        output: output of the ReLU, [B, H], contiguous.
         kernel: [H, 1].
 
     Returns:
-        Gradient of the ReLU's input, [B, H] of the output's type; its sum over the samples, float32 [H]; and the
-        kernel's gradient, float32 [H, 1].
+        The gradient of the ReLU's input, [B, H] in the dtype of the output; the sum of that gradient over the samples,
+        float32 [H]; and the gradient of the kernel, float32 [H, 1].
     """
     (samples, columns), grad = output.shape, grad.contiguous()
     splits = max(1, min(triton.cdiv(samples, _ROWS), _MOST_SPLITS))

@@ -1,5 +1,4 @@
-"""The networks, which cite their equations: made with ``(config, front)`` and sizes of their own.
+"""The networks: classes that take ``(config, front)`` and options, and cite their equations.
 
-``forward(dense, sparse)`` returns logits [B] of dense features [B, N] and the ids of the fields; those of several tasks
-return [B, T].
+``forward(dense, sparse)`` returns logits [B], or [B, T] of T tasks, of dense features [B, N] and the fields' ids.
 """

@@ -6,16 +6,15 @@ Sizes: B samples, M fields and dense features, K width of a layer's inputs, H he
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ..config import ModelConfig, Size
 from ..front import Front, Sparse
 from ..layers import CrossLayers, FieldEmbeddings, LogitKernel, Mlp, glorot_normal
-from ..options import Size
 
 
 class Interacting(CrossLayers):
     """x_m <- relu(heads' sums over k of softmax_k(<Q x_m, K x_k>) V x_k, side by side, + R x_m).
 
-    Source: equations 5 to 8 of the paper; its scores are not scaled.
+    Source: equations 5 to 8 of the paper, whose scores are not scaled.
     """
 
     def __init__(self, width: int, heads: int, attention_dim: int) -> None:
@@ -38,7 +37,7 @@ class Interacting(CrossLayers):
 
 
 class AutoInt(nn.Module):
-    """logit = kernel . interacting layers(embeddings) + bias, and with ``deep`` + MLP, which is AutoInt+.
+    """logit = kernel . interacting layers(embeddings) + bias; with ``deep``, an MLP is added (AutoInt+).
 
     Source: equation 9 of the paper. There is no linear part.
 
@@ -47,7 +46,7 @@ class AutoInt(nn.Module):
         layers: number of interacting layers.
         heads: H.
         attention_dim: A.
-        deep: add an MLP beside the interacting layers.
+        deep: whether an MLP is beside the interacting layers.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class AutoInt(nn.Module):
         widths = [front.embedding_dim] + [heads * attention_dim] * layers
         self.interacting = nn.Sequential(*(Interacting(width, heads, attention_dim) for width in widths[:-1]))
         self.mlp = Mlp(front.width, config.hidden, config.dropout) if deep else None
-        inputs = (front.width - front.num_dense) // front.embedding_dim + front.num_dense
+        inputs = len(front.fields) + front.num_dense
         self.output = LogitKernel(inputs * widths[-1] + (config.hidden[-1] if deep else 0), bias=True)
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:

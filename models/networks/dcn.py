@@ -7,14 +7,13 @@ Sizes: B samples, K input width, L layers, E experts, R rank.
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ..config import ModelConfig, Size
 from ..front import Front, Sparse
 from ..layers import CrossLayers, LinearPart, LogitKernel, Mlp, glorot_normal
-from ..options import Size
 
 
 class _KernelCross(CrossLayers):
-    """Layers with one kernel each, [K, W]."""
+    """Layers that have one kernel, [K, W], and one bias."""
 
     def __init__(self, width: int, layers: int, kernel_width: int) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class MatrixCross(_KernelCross):
 class MixtureCross(CrossLayers):
     """x <- x0 * (sum_e g_e(x) U_e tanh(C_e tanh(V_e' x)) + b) + x, with softmax gates g that all layers share.
 
-    Source: DCN V2 (arXiv 2008.13535), section 3.3, as the CowClip reference has it under the name DCNv2.
+    Source: DCN V2 (arXiv 2008.13535), section 3.3, as in the CowClip reference, which calls it DCNv2.
     """
 
     def __init__(self, width: int, layers: int, experts: int, rank: int) -> None:
@@ -68,7 +67,7 @@ class MixtureCross(CrossLayers):
         )
 
     def l2_kernels(self) -> list[nn.Parameter]:
-        """The kernels without the gate, as in the reference."""
+        """Returns the kernels without the gate, as in the reference."""
         return [*self.down, *self.core, *self.up]
 
     def forward(self, x0: Tensor) -> Tensor:

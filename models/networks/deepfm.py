@@ -14,7 +14,7 @@ from ..layers import LinearPart, LogitKernel, Mlp
 
 
 class PairwiseProducts(nn.Module):
-    """Sum of the inner products of all pairs of fields, float [B], from rows [B, F, P] whose first D columns count.
+    """Sum of the inner products of all pairs of embeddings, float [B], from rows [B, F, P].
 
     ``pairs`` is this sum where the front has computed it, on CUDA. Source: Factorization Machines (Rendle 2010), lemma
     3.1: half of (sum squared minus sum of squares).
@@ -30,7 +30,7 @@ class PairwiseProducts(nn.Module):
         if not torch.is_inference_mode_enabled():
             logits: Tensor = _PairwiseProducts.apply(rows, self._embedding_dim)
             return logits
-        # Few operations on contiguous rows. Two are those of the front, which a recording has once.
+        # Few operations on contiguous rows. The front has two of them too, which a recording then has once.
         total, flat = rows.sum(1).narrow(1, 0, self._embedding_dim), rows.narrow(2, 0, self._embedding_dim).flatten(1)
         return 0.5 * ((total * total).sum(1) - (flat * flat).sum(1))
 

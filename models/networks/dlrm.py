@@ -5,10 +5,9 @@ from torch import Tensor, nn
 
 from cowrec.errors import UserError
 
-from ..config import ModelConfig
+from ..config import ModelConfig, Sizes
 from ..front import Front, Sparse
 from ..layers import LogitKernel, Mlp
-from ..options import Sizes
 
 
 class DLRM(nn.Module):
@@ -18,8 +17,8 @@ class DLRM(nn.Module):
 
     Args:
         config: uses ``hidden`` and ``dropout`` for the MLP over the products.
-        front: embeddings and dense features; without the latter there is no z.
-        bottom: widths of the bottom MLP's layers, before its last one, of width D.
+        front: embeddings and dense features; without dense features there is no z.
+        bottom: widths of the bottom MLP's layers before the last layer, whose width is D.
     """
 
     def __init__(self, config: ModelConfig, front: Front, *, bottom: Sizes = (512, 256)) -> None:

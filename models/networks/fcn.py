@@ -6,25 +6,24 @@ Sizes: B samples, F fields and dense features, D embedding width, of which A = c
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ..config import ModelConfig, Size
 from ..front import Front, Sparse
 from ..layers import CrossLayers, FieldEmbeddings, LogitKernel, glorot_normal
-from ..options import Size
 
 
 class MaskedCross(CrossLayers):
     """x <- y * ([c || c * relu(norm(c))] + b) + x with c = W x, where y is x itself or the first layer's.
 
     The degree of x doubles with each layer in the exponential cross network, y = x, and grows by one in the linear one.
-    The masked half is that of each field's embedding, without its last column where D is odd. Source: the recursions
-    of the two networks and the self-mask of the paper, with the bias of its authors' code, which is 0 at first here.
+    The masked half of a field's embedding has A columns, and A - 1 where D is odd. Source: the recursions of the two
+    networks and the self-mask of the paper, with the bias of the authors' code, which is 0 at first here.
 
     Args:
         fields: F.
         embedding_dim: D.
         layers: L.
-        exponential: y is x.
-        dropout: after each layer.
+        exponential: whether y is x.
+        dropout: share of each layer's outputs that is dropped.
     """
 
     def __init__(self, fields: int, embedding_dim: int, layers: int, exponential: bool, dropout: float) -> None:
@@ -50,7 +49,7 @@ class MaskedCross(CrossLayers):
 class FCN(nn.Module):
     """logit = mean of the logits of an exponential and a linear cross network. There is no linear part.
 
-    Without the paper's loss (Tri-BCE), which needs the logits of both networks.
+    The paper's loss (Tri-BCE), which needs the logits of both networks, is left out.
 
     Args:
         config: uses ``dropout``.

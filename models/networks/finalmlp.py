@@ -8,14 +8,13 @@ from torch import Tensor, nn
 
 from cowrec.errors import UserError
 
-from ..config import ModelConfig
+from ..config import ModelConfig, Size, Sizes
 from ..front import Front, Sparse
 from ..layers import LogitKernel, Mlp, glorot_normal
-from ..options import Size, Sizes
 
 
 class FeatureGate(nn.Module):
-    """x * 2 sigmoid(MLP(c)) with a learned context c, for no features are marked as the context of a stream.
+    """x * 2 sigmoid(MLP(c)) with a learned context c, because no features are marked as the context of a stream.
 
     Source: section "Stream-Specific Feature Selection" of the paper.
     """
@@ -32,7 +31,7 @@ class FeatureGate(nn.Module):
 
 
 class BilinearFusion(nn.Module):
-    """b + u . x + v . y + sum over heads of x_h' W_h y_h, of the heads' parts x_h and y_h of x and y.
+    """b + u . x + v . y + sum over heads h of x_h' W_h y_h, where x_h and y_h are parts of x and y.
 
     Source: section "Stream-Level Interaction Aggregation" of the paper.
     """
@@ -57,8 +56,8 @@ class FinalMlp(nn.Module):
     """logit = fusion(MLP(gate(x)), other MLP(other gate(x))). There is no linear part.
 
     Args:
-        config: uses ``hidden``, of the first MLP, and ``dropout``.
-        second: widths of the second MLP; by default those of the first.
+        config: uses ``hidden``, the widths of the first MLP, and ``dropout``.
+        second: widths of the second MLP; by default ``hidden``.
         heads: number of heads of the fusion, a divisor of the MLPs' last widths.
         gate: widths of the hidden layers of the gates.
     """

@@ -14,9 +14,9 @@ from ..layers import LogitKernel, glorot_normal
 
 
 class FactorizedInteraction(nn.Module):
-    """relu(u + u * v) of two linear maps u and v of x, which doubles the degree of the features with each layer.
+    """relu(u + u * v) of two linear maps u and v of x; each layer doubles the degree of the features.
 
-    Source: the factorized interaction layer of the paper, with its residual as a sum.
+    Source: the factorized interaction layer of the paper, with the residual as a sum.
     """
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
@@ -32,11 +32,8 @@ class FactorizedInteraction(nn.Module):
 class FinalNet(nn.Module):
     """logit = mean of the logits of two blocks of factorized interactions. There is no linear part.
 
-    Without the paper's batch normalisation, whose means would be those of one process, and without its
-    self-distillation, which needs the logits of both blocks in the loss.
-
-    Args:
-        config: uses ``hidden``, of both blocks, and ``dropout``.
+    The paper's batch normalisation, whose means would be those of one process, and its self-distillation, which needs
+    the logits of both blocks in the loss, are left out. ``hidden`` of the configuration are the widths of each block.
     """
 
     def __init__(self, config: ModelConfig, front: Front) -> None:

@@ -12,28 +12,24 @@ from torch import Tensor, nn
 
 from cowrec.errors import UserError
 
-from ..config import ModelConfig
+from ..config import ModelConfig, Size
 from ..front import Features, Front, Sparse
 from ..layers import LogitKernel, Mlp, glorot_normal
-from ..options import Size
 
 
 class History(NamedTuple):
-    """A sequence that shares a field's table, and those along it: its parts, first those that share a field's."""
+    """A sequence that shares a field's table, and the sequences along it."""
 
-    parts: list[str]
-    places: list[int]
-    """Numbers of the parts among the front's fields."""
-    targets: list[int]
-    """Numbers of the fields whose tables the first parts share."""
-    length: int
-    """L."""
+    parts: list[str]  # names of these sequences; those that share a field's table come first
+    places: list[int]  # numbers of the parts among the front's fields
+    targets: list[int]  # numbers of the fields whose tables the first parts share
+    length: int  # L
 
     def with_target(self, x: Features, dim: int) -> tuple[Tensor, Tensor]:
-        """Sums of the parts' embeddings at each position, and of the targets' behind them.
+        """Adds up the parts' embeddings at each position, and the targets' embeddings at one more position.
 
         Returns:
-            [B, L + 1, D], and where there is one, which is always at the last: bool [B, L + 1].
+            The sums, [B, L + 1, D], and whether a position has ids, bool [B, L + 1]; the last one always has.
         """
         steps = sum(x.sequences[part].rows[:, :, :dim] for part in self.parts)
         target = sum(x.rows[:, field, None, :dim] for field in self.targets)
@@ -43,7 +39,7 @@ class History(NamedTuple):
 
 
 def histories_of(front: Front, name: str) -> list[History]:
-    """The histories of a front. Raises ValueError, for the network of that name, if there are none."""
+    """Finds the histories of a front. Raises ValueError, with the network's name, if there is none."""
     sequences, found = front.sequences, list[History]()
     for main, sequence in sequences.items():
         if sequence.shares and not sequence.along:
@@ -69,13 +65,13 @@ def require_heads(front: Front, heads: int) -> None:
 
 
 class ActivationUnit(nn.Module):
-    """Sum of a history's steps e_j with the weights a(e_j, v) for a target v, which are not normalised.
+    """Sum of a history's steps e_j with weights a(e_j, v) for a target v; the weights are not normalised.
 
     a is an MLP of e_j, v, e_j * v and e_j - v with one hidden layer of H units. e_j, [S * D], is the concatenation of
-    the embeddings of S sequences, v, [T * D], that of the T fields that the first of them share. Product and difference
-    are with their part of e_j. Source: equation 3 and figure 2 of the paper; its "out product" is the element-wise one
-    of the authors' code, which has the difference too. The hidden layer has PReLU: Dice would depend on which samples
-    are on one process, and on the padding.
+    the embeddings of S sequences. v, [T * D], is the concatenation of the embeddings of the T fields that the first
+    sequences share. The product and the difference use the first T * D columns of e_j. Source: equation 3 and figure 2
+    of the paper. The paper's "out product" is the element-wise product of the authors' code, which has the difference
+    too. The hidden layer has PReLU, because Dice would depend on the other samples of a process and on the padding.
     """
 
     def __init__(self, steps: int, target: int, hidden: int) -> None:
@@ -87,11 +83,11 @@ class ActivationUnit(nn.Module):
         self.output, self.output_bias = glorot_normal(hidden, 1), nn.Parameter(torch.zeros(1))
 
     def forward(self, steps: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-        """Steps [B, L, S * D], where there are any, bool [B, L], and the target [B, T * D] -> [B, S * D]."""
+        """Steps [B, L, S * D], the mask of real steps, bool [B, L], and the target [B, T * D] -> [B, S * D]."""
         of_steps, of_target, of_products, of_differences = self.kernel.split(self._inputs)
         products = steps[:, :, : target.shape[1]] * target[:, None]
-        # The differences' kernel joins the steps' and, negative, the target's, which multiplies once for each sample
-        # instead of each position.
+        # The kernel of the differences is added to that of the steps and subtracted from that of the target: the target
+        # is multiplied once for a sample instead of once for a position.
         further = of_steps.shape[0] - of_differences.shape[0]
         of_steps, of_target = of_steps + F.pad(of_differences, (0, 0, 0, further)), of_target - of_differences
         hidden = steps @ of_steps
@@ -105,7 +101,7 @@ class ActivationUnit(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Embeddings of all fields, those of histories attended by the fields whose tables they share.
+    """Embeddings of all fields; a history's embedding is the attention of the fields whose tables the history shares.
 
     A module is one operation for TorchRec's pipeline, which traces the code that calls the tables.
     """
@@ -119,7 +115,7 @@ class _Attention(nn.Module):
         )
 
     def forward(self, x: Features, dense: Tensor) -> Tensor:
-        """[B, F * D + N], field-major, then the dense features [B, N]."""
+        """Returns [B, F * D + N]: the embeddings, field-major, then the dense features."""
         embeddings = list(x.rows[:, :, : self._dim].unbind(1))
         for history, unit in zip(self._histories, self.units, strict=True):
             steps = torch.cat([x.sequences[part].rows[:, :, : self._dim] for part in history.parts], 2)
@@ -131,10 +127,10 @@ class _Attention(nn.Module):
 
 
 class DIN(nn.Module):
-    """logit = MLP of all embeddings, in which each history is attended by the fields whose tables it shares.
+    """logit = MLP of all embeddings, in which the fields whose tables a history shares attend to the history.
 
-    The sequences along a history are weighted with it. Others that share no field's table are averaged. There is no
-    linear part. ``attention`` is the width H of the activation unit's hidden layer.
+    The sequences along a history have the history's weights. Other sequences are averaged. There is no linear part.
+    ``attention`` is the width H of the activation unit's hidden layer.
     """
 
     def __init__(self, config: ModelConfig, front: Front, *, attention: Size = 36) -> None:
@@ -162,7 +158,7 @@ class TransformerLayer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """[B, L, D], and bool [B, L] of the positions that others see, of which each sample has one -> [B, L, D]."""
+        """[B, L, D], and whether others see a position, bool [B, L], true once or more for a sample -> [B, L, D]."""
         kernels = (self.query, self.key, self.value)
         query, key, value = ((x @ kernel).unflatten(2, (self._heads, -1)).transpose(1, 2) for kernel in kernels)
         heads = F.scaled_dot_product_attention(query, key, value, mask[:, None, None])
@@ -176,7 +172,7 @@ class TransformerLayer(nn.Module):
 
 
 class _Transformers(nn.Module):
-    """Embeddings of all fields, those of a history replaced by the transformer's of its items and the scored one."""
+    """Embeddings of all fields; a transformer's outputs for its items and the scored one replace a history's."""
 
     def __init__(self, front: Front, layers: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -190,7 +186,7 @@ class _Transformers(nn.Module):
         self.out_features = (len(self._others) + sum(lengths)) * width + front.num_dense
 
     def forward(self, x: Features, dense: Tensor) -> Tensor:
-        """Field-major, then each history's L + 1 outputs, zeros where it is shorter, and dense features [B, N]."""
+        """Returns the other embeddings, each history's L + 1 outputs, zeros where it is shorter, and dense features."""
         parts = [x.rows[:, number, : self._width] for number in self._others]
         for index, (history, position) in enumerate(zip(self._histories, self.positions, strict=True)):
             steps, mask = history.with_target(x, self._width)
@@ -202,10 +198,11 @@ class _Transformers(nn.Module):
 
 
 class BST(nn.Module):
-    """logit = MLP of all embeddings and, for each history, of a transformer's outputs for it and the scored item.
+    """logit = MLP of all embeddings and of a transformer's outputs for each history and the scored item.
 
-    The embeddings of the sequences along a history are added to its own. All sequences but histories are averaged.
-    Positions are learned, counted from the scored item. There is no linear part. ``heads`` divides ``embedding_dim``.
+    The embeddings of the sequences along a history are added to the history's. All sequences but histories are
+    averaged. Positions are learned, counted from the scored item. There is no linear part. ``heads`` divides
+    ``embedding_dim``.
     """
 
     def __init__(self, config: ModelConfig, front: Front, *, layers: Size = 1, heads: Size = 2) -> None:
@@ -226,7 +223,7 @@ class HstuLayer(nn.Module):
     """y = x + W2 (norm(A V) * U) + b2 with [U V Q K] = silu(W1 norm(x) + b1) and A = silu(Q K' + rab) / n, causal.
 
     The bias rab is learned for each distance between positions; ``dropout`` comes before W2. Source: equations 1 to 3
-    of the paper, with the norm and the sum around them of its authors' code.
+    of the paper, with the norm and the sum around them as in the authors' code.
     """
 
     def __init__(self, width: int, heads: int, length: int, dropout: float) -> None:
@@ -238,7 +235,7 @@ class HstuLayer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """[B, n, D], and bool [B, n] of the positions that later ones see -> [B, n, D]."""
+        """[B, n, D], and whether later positions see a position, bool [B, n] -> [B, n, D]."""
         gate, *others = F.silu(self.norms[0](x) @ self.inner + self.inner_bias).chunk(4, 2)
         value, query, key = (projected.unflatten(2, (self._heads, -1)).transpose(1, 2) for projected in others)
         position = torch.arange(self._length, device=x.device)
@@ -252,7 +249,7 @@ class HstuLayer(nn.Module):
 
 
 class _Interests(nn.Module):
-    """Embeddings of all fields, that of a history replaced by the last layer's output for the scored item."""
+    """Embeddings of all fields; the last layer's output for the scored item replaces a history's."""
 
     def __init__(self, front: Front, layers: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -263,7 +260,7 @@ class _Interests(nn.Module):
         )
 
     def forward(self, x: Features, dense: Tensor) -> Tensor:
-        """[B, F * D + N], field-major, then the dense features [B, N]."""
+        """Returns [B, F * D + N]: the embeddings, field-major, then the dense features."""
         embeddings = list(x.rows[:, :, : self._width].unbind(1))
         for history, layers in zip(self._histories, self.stacks, strict=True):
             steps, mask = history.with_target(x, self._width)
@@ -274,10 +271,10 @@ class _Interests(nn.Module):
 
 
 class HSTU(nn.Module):
-    """logit = MLP of all embeddings and, for each history, of an HSTU's output for the scored item behind it.
+    """logit = MLP of all embeddings and of an HSTU's output for the scored item behind each history.
 
-    The embeddings of the sequences along a history are added to its own. All sequences but histories are averaged.
-    There is no linear part. ``heads`` divides ``embedding_dim``.
+    The embeddings of the sequences along a history are added to the history's. All sequences but histories are
+    averaged. There is no linear part. ``heads`` divides ``embedding_dim``.
     """
 
     def __init__(self, config: ModelConfig, front: Front, *, layers: Size = 2, heads: Size = 2) -> None:

@@ -10,10 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ..config import ModelConfig, Size
 from ..front import Front, Sparse
 from ..layers import FieldEmbeddings, LogitKernel, Mlp, glorot_normal
-from ..options import Size
 
 Ratio = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -39,9 +38,9 @@ class MaskBlock(nn.Module):
 
     Args:
         embeddings: K, width of e.
-        width: of x.
-        output: of y.
-        reduction: width of the mask's hidden layer over that of the mask.
+        width: width of x.
+        output: width of y.
+        reduction: width of the mask's hidden layer, divided by the width of the mask.
     """
 
     def __init__(self, embeddings: int, width: int, output: int, reduction: float) -> None:
@@ -58,13 +57,13 @@ class MaskBlock(nn.Module):
 
 
 class _MaskNet(nn.Module):
-    """What both forms share: the embeddings e, and the same normalised."""
+    """The embeddings e of both forms, and the normalised embeddings."""
 
     def __init__(self, front: Front) -> None:
         super().__init__()
         self.front = front
         self.embeddings = FieldEmbeddings(front.num_dense, front.embedding_dim)
-        fields = (front.width - front.num_dense) // front.embedding_dim + front.num_dense
+        fields = len(front.fields) + front.num_dense
         self.normalised = NormalisedFields(fields, front.embedding_dim)
         self.width = fields * front.embedding_dim
 
@@ -74,10 +73,10 @@ class _MaskNet(nn.Module):
 
 
 class SerialMaskNet(_MaskNet):
-    """logit = kernel . the last of mask blocks one after the other + bias. There is no linear part.
+    """logit = kernel . last mask block of a chain + bias. There is no linear part.
 
     Args:
-        config: ``hidden`` are the widths of the blocks; uses no ``dropout``.
+        config: uses ``hidden``, the widths of the blocks, and no ``dropout``.
         reduction: see :class:`MaskBlock`.
     """
 
@@ -101,7 +100,7 @@ class ParallelMaskNet(_MaskNet):
     Args:
         config: uses ``hidden`` and ``dropout`` for the MLP.
         blocks: number of mask blocks.
-        block_width: width of the output of each.
+        block_width: width of each block's output.
         reduction: see :class:`MaskBlock`.
     """
 

@@ -1,8 +1,8 @@
 """Networks with a logit for each of several tasks, which share embeddings and layers.
 
-Shared bottom (Caruana 1997): one MLP, and a tower for each task. Multi-gate mixture of experts (Ma et al., KDD 2018):
-experts that all tasks share, and a gate and tower for each. Progressive layered extraction (Tang et al., RecSys 2020):
-levels of experts of each task and of shared ones. B samples, T tasks.
+Shared bottom (Caruana 1997) has one MLP, and a tower for each task. Multi-gate mixture of experts (Ma et al., KDD 2018)
+has experts that all tasks share, and a gate and a tower for each task. Progressive layered extraction (Tang et al.,
+RecSys 2020) has levels of experts, some of one task and some shared. Sizes: B samples, T tasks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,10 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ..config import ModelConfig, Size, Sizes
 from ..front import Front, Sparse
 from ..layers import LogitKernel, Mlp
-from ..options import Size, Sizes
 
 
 class Towers(nn.Module):
@@ -26,20 +25,20 @@ class Towers(nn.Module):
         self.outputs = nn.ModuleList(LogitKernel(hidden[-1], bias=True) for _ in range(num_tasks))
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Logits [B, T] of T inputs [B, width]; [B] for one task, as labels have it."""
+        """Returns logits [B, T] of T inputs [B, width]; [B] of one task, the shape of one label."""
         logits = [output(mlp(x)) for mlp, output, x in zip(self.mlps, self.outputs, inputs, strict=True)]
         return logits[0] if len(logits) == 1 else torch.stack(logits, dim=1)
 
 
 class Gate(nn.Module):
-    """A mixture of experts' outputs, by a softmax of a linear function of the inputs."""
+    """Mixture of experts' outputs by a softmax of a linear function of the inputs."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
         self.kernel = nn.Parameter(nn.init.xavier_uniform_(torch.empty(width, experts)))
 
     def forward(self, x: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-        """[B, H] of inputs [B, K] and E outputs [B, H]."""
+        """Returns [B, H] of inputs [B, K] and E outputs [B, H]."""
         return torch.einsum("be,beh->bh", torch.softmax(x @ self.kernel, dim=1), torch.stack(list(outputs), dim=1))
 
 
@@ -47,7 +46,7 @@ class SharedBottom(nn.Module):
     """logit_k = tower_k(MLP(x)). Source: MMoE (Ma et al., KDD 2018), equation 1. There is no linear part.
 
     Args:
-        config: uses ``hidden``, of the shared MLP, and ``dropout``.
+        config: uses ``hidden``, the widths of the shared MLP, and ``dropout``.
         tower: widths of the layers of each tower.
     """
 
@@ -70,7 +69,7 @@ class MMoE(nn.Module):
     There is no linear part.
 
     Args:
-        config: uses ``hidden``, of each expert, and ``dropout``.
+        config: uses ``hidden``, the widths of each expert, and ``dropout``.
         experts: number of experts.
         tower: widths of the layers of each tower.
     """
@@ -92,9 +91,9 @@ class MMoE(nn.Module):
 
 
 class ExtractionLevel(nn.Module):
-    """Each task's gate mixes its own and the shared experts; a shared gate mixes all, unless the level is the last.
+    """Experts of each task and shared ones. A task's gate mixes the task's experts and the shared ones.
 
-    Source: section 4.2 of the paper.
+    A shared gate mixes all experts, unless the level is the last. Source: section 4.2 of the paper.
 
     Args:
         width: width of the inputs.
@@ -122,7 +121,7 @@ class ExtractionLevel(nn.Module):
         self.shared_gate = None if is_last else Gate(width, num_tasks * task_experts + shared_experts)
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Outputs [B, H] of the tasks, then the shared one unless it is the last level, of T + 1 inputs [B, width]."""
+        """Returns the tasks' outputs [B, H], and the shared one unless the level is the last, of T + 1 inputs."""
         *of_tasks, of_all = inputs
         shared = _outputs(self.shared, of_all)
         own = [_outputs(cast(nn.ModuleList, experts), x) for experts, x in zip(self.tasks, of_tasks, strict=True)]
@@ -137,10 +136,10 @@ def _outputs(experts: Iterable[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 class PLE(nn.Module):
-    """logit_k = tower_k(what the last level extracts for task k). With one level it is CGC. There is no linear part.
+    """logit_k = tower_k(last level's output for task k). With one level this is CGC. There is no linear part.
 
     Args:
-        config: uses ``hidden``, of each expert, and ``dropout``.
+        config: uses ``hidden``, the widths of each expert, and ``dropout``.
         levels: number of levels.
         task_experts: number of experts of each task in each level.
         shared_experts: number of shared experts in each level.

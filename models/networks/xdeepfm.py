@@ -6,16 +6,15 @@ Sizes: B samples, F fields, D embedding width, H feature maps.
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ..config import ModelConfig, Sizes
 from ..front import Front, Sparse
 from ..layers import CrossLayers, LinearPart, LogitKernel, Mlp, glorot_normal
-from ..options import Sizes
 
 
 class CompressedInteractions(CrossLayers):
-    """x_h <- sum over i, j of W_hij x_i * x0_j, of which each feature map's sum over the D columns is an output.
+    """x_h <- sum over i, j of W_hij x_i * x0_j; the outputs are the sums of all feature maps over the D columns.
 
-    Source: equations 6 and 7 of the paper; every feature map is both an output and an input of the next layer.
+    Source: equations 6 and 7 of the paper. Every feature map has an output and is an input of the next layer.
     """
 
     def __init__(self, num_fields: int, maps: Sizes) -> None:
@@ -46,7 +45,7 @@ class XDeepFM(nn.Module):
         super().__init__()
         self.front = front
         self.linear = LinearPart(front.num_dense)
-        self.interactions = CompressedInteractions((front.width - front.num_dense) // front.embedding_dim, maps)
+        self.interactions = CompressedInteractions(len(front.fields), maps)
         self.mlp = Mlp(front.width, config.hidden, config.dropout)
         self.output = LogitKernel(sum(maps) + config.hidden[-1])
 
