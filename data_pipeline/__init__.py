@@ -39,36 +39,11 @@ _NAMES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "MISSING",
-    "OUT_OF_VOCABULARY",
-    "RESERVED_ROWS",
-    "BadSample",
-    "Batch",
-    "Chunk",
-    "DenseField",
-    "Encoded",
-    "InferredSchema",
-    "Position",
-    "PrepareConfig",
-    "RawSamples",
-    "Reader",
-    "SampleCodec",
-    "SampleSource",
-    "SampleStream",
-    "Schema",
-    "SparseField",
-    "Split",
-    "StreamBatch",
-    "SynthesizeConfig",
-    "available_bytes",
-    "infer_schema",
-    "open_source",
-    "prepare",
-    "resident_bytes",
-    "synthesize",
-    "synthesize_drifting",
-    "work_bytes",
-]
+    "MISSING", "OUT_OF_VOCABULARY", "RESERVED_ROWS", "BadSample", "Batch", "Chunk", "DenseField", "Encoded",
+    "InferredSchema", "Position", "PrepareConfig", "RawSamples", "Reader", "SampleCodec", "SampleSource",
+    "SampleStream", "Schema", "SparseField", "Split", "StreamBatch", "SynthesizeConfig", "available_bytes",
+    "infer_schema", "open_source", "prepare", "resident_bytes", "synthesize", "synthesize_drifting", "work_bytes",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

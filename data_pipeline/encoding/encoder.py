@@ -126,7 +126,7 @@ class Encoder:
         return raw_ids_of_hashed(hashes, offsets)
 
     def encode_few(self, columns: Mapping[str, Sequence[Any]], count: int) -> SampleBlock:
-        """Encodes samples to predict as `encode` does, without the cost of Arrow's columns, six times that of a sample.
+        """Encodes samples to predict as `encode` does. For one sample, Arrow's columns would cost six times as much.
 
         All numbers form one array, and all ids one array of strings that are hashed together. Labels are NaN, and times
         are unknown. `columns` are the canonical values by raw field (`RawType.canonical`) of `count` samples.

@@ -1,6 +1,6 @@
-"""The two passes of `prepare`: one fits transforms and vocabularies, and one encodes all samples and writes shards.
+"""The passes of `prepare`: one counts times, one fits transforms and vocabularies, and one encodes and writes samples.
 
-Both work on each partition by itself; results are merged in order.
+Each pass works on every partition by itself; results are merged in order.
 """
 
 from collections import Counter
@@ -22,11 +22,40 @@ from ..encoding.vocabulary import Vocabulary, VocabularyCounter, counted_values
 from ..parallel import ordered_map
 from ..raw.inputs import Block, Partition, Report
 from ..raw.layouts import Layout, RawField
-from ..raw.parsing import BadRow, BadRowLedger, parse
+from ..raw.parsing import BadRow, BadRowLedger, counts_text, parse
 from .config import PrepareConfig
 from .doubts import UNLABELLED, Doubts, doubts_of, report, report_blanks, report_markers, report_order
 from .engines import Engine
-from .splits import SPLITS, TRAIN, SplitRule, TimeOrder
+from .splits import MOST_TIMES, SPLITS, TRAIN, SplitRule, TimeOrder
+
+
+def count_times(
+    engine: Engine, partitions: Sequence[Partition], layout: Layout, ledger: BadRowLedger, progress: Report
+) -> ValueCounts:
+    """Counts the times of all samples that are not bad, in a pass over the files.
+
+    Raises ValueError at a bad row that may not be skipped, or if no sample has a time.
+    """
+    times = ValueCounts(MOST_TIMES)
+    with closing(engine.map(_partition_times, layout, partitions)) as results:
+        for partition, (counted, bad) in zip(partitions, results, strict=True):
+            ledger.add(bad)
+            times.merge(counted)
+            progress(partition.file_bytes)
+    if not times.total:
+        bad_rows = f"{ledger.by_path.total():,} samples are bad rows: {counts_text(ledger.by_reason)}"
+        raise UserError(f'split = "time": no sample has a time that can be read; all {bad_rows}')
+    return times
+
+
+def _partition_times(layout: Layout, number: int, blocks: Sequence[Block]) -> tuple[ValueCounts, list[BadRow]]:
+    times, bad = ValueCounts(MOST_TIMES), list[BadRow]()
+    for block in blocks:
+        parsed = parse(block, layout)
+        assert parsed.time is not None
+        times.add(parsed.time)
+        bad += parsed.bad
+    return times, bad
 
 
 @dataclass(frozen=True)

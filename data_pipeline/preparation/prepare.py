@@ -26,8 +26,8 @@ from ..raw.schema_file import load_schema_file
 from ..remote import Place, RemoteFolder, is_remote, local_path, require_local
 from .config import DEFAULT_TEST_FRACTION, OnBadRow, PrepareConfig, seconds_of
 from .engines import Engine, LocalEngine, dask_engine
-from .passes import FitPlan, WritePlan, fit, prepared_schema, sparse_fields, write_splits
-from .splits import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, count_times, iso
+from .passes import FitPlan, WritePlan, count_times, fit, prepared_schema, sparse_fields, write_splits
+from .splits import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, iso
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,9 @@
 """Splits: which samples are for training, validation and testing, by number, order or time.
 
-R samples."""
+R samples.
+"""
 
 import logging
-from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -14,12 +13,9 @@ from cowrec.errors import UserError
 
 from ..encoding.numbers import ValueCounts
 from ..hashing import uniforms
-from ..raw.inputs import Block, Partition, Report
-from ..raw.layouts import Layout
-from ..raw.parsing import BadRow, BadRowLedger, Parsed, counts_text, parse
+from ..raw.parsing import Parsed
 from ..raw.times import DATE_DIGITS, LATEST
 from .config import SplitKind
-from .engines import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -119,35 +115,6 @@ def _newest(times: ValueCounts, share: float, end: int) -> int:
 def iso(seconds: int) -> str:
     """Returns a time as ISO 8601 text in UTC."""
     return datetime.fromtimestamp(min(seconds, LATEST), UTC).isoformat().replace("+00:00", "Z")
-
-
-def count_times(
-    engine: Engine, partitions: Sequence[Partition], layout: Layout, ledger: BadRowLedger, report: Report
-) -> ValueCounts:
-    """Counts the times of all samples that are not bad, in a pass over the files.
-
-    Raises ValueError at a bad row that may not be skipped, or if no sample has a time.
-    """
-    times = ValueCounts(MOST_TIMES)
-    with closing(engine.map(_times, layout, partitions)) as results:
-        for partition, (counted, bad) in zip(partitions, results, strict=True):
-            ledger.add(bad)
-            times.merge(counted)
-            report(partition.file_bytes)
-    if not times.total:
-        bad_rows = f"{ledger.by_path.total():,} samples are bad rows: {counts_text(ledger.by_reason)}"
-        raise UserError(f'split = "time": no sample has a time that can be read; all {bad_rows}')
-    return times
-
-
-def _times(layout: Layout, number: int, blocks: Sequence[Block]) -> tuple[ValueCounts, list[BadRow]]:
-    times, bad = ValueCounts(MOST_TIMES), list[BadRow]()
-    for block in blocks:
-        parsed = parse(block, layout)
-        assert parsed.time is not None
-        times.add(parsed.time)
-        bad += parsed.bad
-    return times, bad
 
 
 @dataclass

@@ -310,15 +310,10 @@ def weights_of_pairs(weights: Sequence[float]) -> np.ndarray:
 def last_values(
     values: Sequence[Any], main: Sequence[Any], along: Sequence[Sequence[Any]], most: int
 ) -> list[list[str]]:
-    """Returns the last ids of canonical values of a sequence, as `ListColumns.read` does for columns.
+    """Returns at most `most` last ids of canonical values of a sequence, as `ListColumns.read` does for columns.
 
-    Args:
-        main: values of the sequence that it goes along with, or its own values.
-        along: values of all sequences along that one.
-        most: largest number of ids.
-
-    Raises:
-        ValueError: a value has another number of ids than its main one.
+    `main` are the values of the sequence that it goes along with, or its own values, and `along` those of all sequences
+    along that one. Raises ValueError if a value has another number of ids than its main one.
     """
     steps = _steps(main, along)
     for value, count in zip(values, steps, strict=True):

@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-# Constants of SplitMix64 (Steele, Lea and Flood 2014) as signed integers.
+# SplitMix64 (Steele, Lea and Flood 2014) in signed integers.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
