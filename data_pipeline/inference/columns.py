@@ -1,4 +1,4 @@
-"""What a column holds: tables of named rules, of which the first that holds decides, of remarks, and of names."""
+"""What a column holds: the first rule that holds decides, of a table of named rules; remarks are a table too."""
 
 import math
 import re
@@ -32,9 +32,9 @@ ID_NAME = re.compile(
 AMOUNT_NAME = re.compile(
     r"(^|_)(num|nb|n|no_of|per|count|total|sum|avg|mean|amount|spend|price|cost|since)_|(hour|day|month)s?$", re.I
 )
-"""Of a number of what follows, of an amount for each, or of a span of time: names of ids that may be amounts."""
+"""Names of ids that may be amounts: a number of what follows, an amount for each, or a span of time."""
 TOTAL_NAME = re.compile(r"(^|_)(imps?|impressions?|exposures?|displays?|shows?)$", re.I)
-"""Of the samples that a row of counts stands for."""
+"""Names of the number of samples that a row of counts stands for."""
 TIME_NAME = re.compile(r"(time|date|stamp|^ts$|_at$|^at$)", re.I)
 
 SEPARATORS = "|;,^ "
@@ -52,7 +52,7 @@ WHOLE = re.compile(r"[+-]?[0-9]+(\.0*)?")
 NOTATION = re.compile(r"[+-]?[$€£¥]? ?[+-]?([0-9]{1,3}([., '][0-9]{3})+|[0-9]+)([.,][0-9]+)? ?[%$€£¥]?")
 """Numbers as people write them: with signs of currencies, separators of thousands, a decimal comma."""
 VECTORS = "vectors of width "
-"""What a type says of lists of so many numbers."""
+"""Beginning of what a type says of lists of numbers, before their width."""
 DATE_TEXT = re.compile(r"([A-Za-z]{3},? )?[0-9]{1,4}([/.-][0-9]{1,2}[/.-]| ?[A-Z][a-z]{2,8} ?)[0-9]{2,4}")
 """How dates as people write them begin."""
 

@@ -34,23 +34,22 @@ from .text import BLOCK_BYTES, RawText, look_at_text, survey_text
 
 MAGIC: dict[bytes, FileFormat] = {b"PAR1": "parquet", b"ARROW1": "arrow"}
 REFUSED = {
-    b"FEA1": "a file of Feather's first version; write it with pyarrow.feather.write_feather(version=2)",
-    b"\xff\xff\xff\xff": "an Arrow stream; write it as an Arrow file with pyarrow.ipc.new_file",
-    b"PARE": "an encrypted Parquet file; decrypt it first",
-    b"ORC": "an ORC file; convert it to Parquet",
-    b"Obj\x01": "an Avro file; convert it to Parquet",
-    b"SQLite format": "an SQLite database; export the table to Parquet or CSV",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive; extract it and give the folder",
-    b"Rar!": "a RAR archive; extract it and give the folder",
-    b"\x89HDF": "an HDF5 file; convert it to Parquet",
-    b"\x93NUMPY": "a NumPy array; write it as a Parquet file, a column for each field",
-    b"\xd0\xcf\x11\xe0": "an Excel workbook; save the sheet as CSV",
-    **dict.fromkeys(
-        (bytes((0x80, version)) for version in (2, 3, 4, 5)), "a pickle; write the table with pandas' to_parquet"
-    ),
+    rb"FEA1": "a file of Feather's first version; write it with pyarrow.feather.write_feather(version=2)",
+    rb"\xff{4}": "an Arrow stream; write it as an Arrow file with pyarrow.ipc.new_file",
+    rb"PARE": "an encrypted Parquet file; decrypt it first",
+    rb"ORC": "an ORC file; convert it to Parquet",
+    rb"Obj\x01": "an Avro file; convert it to Parquet",
+    rb"SQLite format": "an SQLite database; export the table to Parquet or CSV",
+    rb"7z\xbc\xaf\x27\x1c": "a 7z archive; extract it and give the folder",
+    rb"Rar!": "a RAR archive; extract it and give the folder",
+    rb"\x89HDF": "an HDF5 file; convert it to Parquet",
+    rb"\x93NUMPY": "a NumPy array; write it as a Parquet file, a column for each field",
+    rb"\xd0\xcf\x11\xe0": "an Excel workbook; save the sheet as CSV",
+    rb"\x80[\x02-\x05]": "a pickle; write the table with pandas' to_parquet",
+    # The length of a record, 8 bytes whose last four are zero, its checksum, and the first field of a message.
+    rb".{4}\0{4}.{4}\n": "a TFRecord file; convert it to Parquet, a column for each feature",
 }
-TFRECORD = re.compile(rb".{4}\0{4}.{4}\n", re.DOTALL)
-"""The length of a record, 8 bytes whose last four are zero, its checksum, and the first field of a message."""
+"""Beginnings of files of other formats, as regular expressions."""
 BINARY = re.compile(rb"[\x00\x02-\x08\x0e-\x1a\xff]")
 """Bytes that all these formats have at their beginning, and that text such as "PARENT_ID" lacks."""
 
@@ -63,11 +62,9 @@ def look(path: str) -> tuple[Source, pa.Schema | None]:
     with open_file(path) as opened:
         first = opened.read(256)
     first = first if BINARY.search(first) else b""
-    for magic, what in REFUSED.items():
-        if first.startswith(magic):
+    for beginning, what in REFUSED.items():
+        if re.match(beginning, first, re.DOTALL):
             raise UserError(f"input file {path} is {what}. Text, Parquet and Arrow files are read")
-    if TFRECORD.match(first):
-        raise UserError(f"input file {path} is a TFRecord file; convert it to Parquet, a column for each feature")
     kind = next((kind for magic, kind in MAGIC.items() if first.startswith(magic)), None)
     if kind is None:
         return look_at_text(path), None
