@@ -266,14 +266,6 @@ class OptimizerConfig:
         require("optimizer.wide_alpha", self.wide_alpha, 0 < self.wide_alpha < inf, "above 0 and finite")
         require("optimizer.eps", self.eps, 0 < self.eps < inf, "above 0")
         require("optimizer.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
-        if self.embedding != "adam" and self.absent_rows not in (None, "lazy"):
-            raise SettingError(
-                f'optimizer.absent_rows = "{self.absent_rows}" needs optimizer.embedding = "adam", got'
-                f" {self.embedding!r}: FBGEMM's fused optimizers move the rows of the batch alone; leave it out or"
-                " change the optimizer",
-                "optimizer.absent_rows",
-                "optimizer.embedding",
-            )
         if self.wide != "ftrl" and self.wide_alpha != OptimizerConfig.wide_alpha:
             raise SettingError(
                 f'optimizer.wide_alpha = {self.wide_alpha} has no meaning for optimizer.wide = "{self.wide}"; set that'
@@ -281,20 +273,19 @@ class OptimizerConfig:
                 "optimizer.wide_alpha",
                 "optimizer.wide",
             )
-        if self.embedding != "adam" and self.wide == "ftrl":
-            raise SettingError(
-                f'optimizer.wide = "ftrl" needs optimizer.embedding = "adam", got {self.embedding!r}: FBGEMM\'s fused'
-                " optimizers update the wide weight with its row; leave it out or change the optimizer",
-                "optimizer.wide",
-                "optimizer.embedding",
-            )
-        if self.embedding != "adam" and self.weight_decay:
-            raise SettingError(
-                f'optimizer.weight_decay = {self.weight_decay} needs optimizer.embedding = "adam", got'
-                f" {self.embedding!r}; use optimizer.l2, or change the optimizer",
-                "optimizer.weight_decay",
-                "optimizer.embedding",
-            )
+        fused, remedy = "FBGEMM's fused optimizers", "leave it out or change the optimizer"
+        for key, is_set, why in (
+            ("absent_rows", self.absent_rows not in (None, "lazy"), f": {fused} move the batch's rows alone; {remedy}"),
+            ("wide", self.wide == "ftrl", f": {fused} update the wide weight with its row; {remedy}"),
+            ("weight_decay", self.weight_decay > 0, "; use optimizer.l2, or change the optimizer"),
+        ):
+            if is_set and self.embedding != "adam":
+                raise SettingError(
+                    f'optimizer.{key} = {getattr(self, key)!r} needs optimizer.embedding = "adam", got'
+                    f" {self.embedding!r}{why}",
+                    f"optimizer.{key}",
+                    "optimizer.embedding",
+                )
 
 
 @dataclass(frozen=True)

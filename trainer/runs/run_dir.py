@@ -78,25 +78,23 @@ def require_shared(path: Path, process: Process) -> None:
 
 
 def require_unused(path: Path) -> None:
-    if _is_used(path):
-        if not (path / CONFIG).is_file():
-            found = "is not empty, and not that of a run"
-        elif (path / REPORT).is_file() and (path / JOURNAL).exists():
-            found = "has a run whose stream ended; add --resume to follow it further"
-        elif (path / REPORT).is_file() and load_config(path / CONFIG).optimizer.rates_follow_epochs:
-            found = (
-                "has a complete run, whose rates have decayed; begin another with train.warm_start to train it further"
-            )
-        elif (path / REPORT).is_file():
-            found = "has a complete run; add --resume and raise train.epochs to train it further"
-        elif (path / JOURNAL).exists():
-            found = "has a run that was stopped; add --resume to continue it"
-        else:
-            found = (
-                f"has a run that was stopped, which cowrec train {path / CONFIG} --run-dir {path} --resume continues"
-            )
-        found += " (in Python by train(..., resume=True))" if "--resume" in found else ""
-        raise UserError(f"run folder {path} {found}; or choose another with --run-dir, or remove it")
+    if not _is_used(path):
+        return
+    is_complete, has_stream = (path / REPORT).is_file(), (path / JOURNAL).exists()
+    if not (path / CONFIG).is_file():
+        found = "is not empty, and not that of a run"
+    elif is_complete and has_stream:
+        found = "has a run whose stream ended; add --resume to follow it further"
+    elif is_complete and load_config(path / CONFIG).optimizer.rates_follow_epochs:
+        found = "has a complete run, whose rates have decayed; begin another with train.warm_start to train it further"
+    elif is_complete:
+        found = "has a complete run; add --resume and raise train.epochs to train it further"
+    elif has_stream:
+        found = "has a run that was stopped; add --resume to continue it"
+    else:
+        found = f"has a run that was stopped, which cowrec train {path / CONFIG} --run-dir {path} --resume continues"
+    found += " (in Python by train(..., resume=True))" if "--resume" in found else ""
+    raise UserError(f"run folder {path} {found}; or choose another with --run-dir, or remove it")
 
 
 def require_own(path: Path, config: RunConfig) -> None:
