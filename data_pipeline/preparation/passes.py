@@ -288,9 +288,9 @@ def prepared_schema(layout: Layout, encoder: Encoder) -> Schema:
         encoder.dense,
         encoder.sparse,
         {},
-        timed=layout.has_times,
+        timed=layout.time is not None,
         labels=tuple(label.name for label in layout.labels),
         sample_weights=layout.has_weights,
         numbered=True,
-        kept=layout.found_keep,
+        kept=layout.keep,
     )

@@ -190,13 +190,13 @@ def _look(
 
 
 def _without_absent(layout: Layout, sources: Sequence[Source], keep: Sequence[str]) -> Layout:
-    """Returns the layout with the optional columns that all files lack."""
+    """Returns the layout to predict files by, without the optional columns that all of them lack."""
     loose = replace(layout, absent=layout.optional_columns)
     present = [{*loose.columns_in(source), *dict(source.partition)} for source in sources]
     absent = []
     for name in layout.optional_columns:
         lacking = [source.path for source, columns in zip(sources, present, strict=True) if name not in columns]
-        what = "label" if name in [label.column for label in layout.labels] else "column"
+        what = "label" if name in layout.label_columns else "column"
         if lacking and len(lacking) < len(sources):
             raise UserError(f"{lacking[0]} has no {what} {name!r}, but other files have; prepare them separately")
         if lacking and name in keep:
@@ -204,7 +204,16 @@ def _without_absent(layout: Layout, sources: Sequence[Source], keep: Sequence[st
         if lacking and name in layout.keep:
             logger.warning("the files have no column %r, which predictions would show", name)
         absent += [name] * bool(lacking)
-    return replace(layout, absent=tuple(absent), for_prediction=True)
+    of_text = next((loose.columns_in(source) for source in sources if source.format == "text"), ())
+    return replace(
+        layout,
+        columns=of_text if layout.columns else (),
+        weight="" if layout.weight in absent else layout.weight,
+        time=None if {*layout.time_columns} & {*absent} else layout.time,
+        keep=tuple(name for name in layout.keep if name not in absent),
+        absent=tuple(name for name in layout.label_columns if name in absent),
+        for_prediction=True,
+    )
 
 
 def _check_outside(output: Place, read: Sequence[str], like: PathLike | None) -> None:

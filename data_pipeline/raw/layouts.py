@@ -283,7 +283,7 @@ class Layout:
         time: the sample's time, whose columns may be fields as well; None if there is none.
         weight: column of the sample's weight, a number of at least 0; empty if all samples count alike.
         keep: columns that predictions show beside the probability.
-        absent: columns of labels, weight, time and those to keep that the files lack, which can be predicted only.
+        absent: columns of labels that the files lack, which can be predicted only.
         encoding: of text, as Python names it; empty for UTF-8.
         decimal: decimal sign of numbers that are text, "." or ","; then points separate thousands.
         for_prediction: True if a wrong label is unknown and a wrong weight is 0, as what is predicted needs neither.
@@ -388,22 +388,9 @@ class Layout:
         return tuple(label for label in self.labels if not {*label.columns} & {*self.absent})
 
     @property
-    def found_keep(self) -> tuple[str, ...]:
-        return tuple(name for name in self.keep if name not in self.absent)
-
-    @property
     def has_weights(self) -> bool:
         """True if the files have sample weights, or totals of the label's counts."""
-        return bool(self.found_weight) or any(label.of for label in self.found_labels)
-
-    @property
-    def found_weight(self) -> str:
-        """The column of sample weights; empty if the files lack it."""
-        return "" if self.weight in self.absent else self.weight
-
-    @property
-    def has_times(self) -> bool:
-        return self.time is not None and not {*self.time_columns} & {*self.absent}
+        return bool(self.weight) or any(label.of for label in self.found_labels)
 
     @property
     def ages(self) -> tuple[RawField, ...]:

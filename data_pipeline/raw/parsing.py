@@ -152,10 +152,10 @@ def parse(block: Block, layout: Layout) -> Parsed:
     labels = {label.name: np.full(len(raw.places), np.nan, np.float32) for label in layout.labels}
     for label in layout.found_labels:
         labels[label.name] = columns.labels(label, required=len(layout.labels) == 1)
-    sample_weights = columns.weights(layout.found_weight, layout.found_labels) if layout.has_weights else None
-    time = columns.times(layout.time) if layout.time and layout.has_times else None
+    sample_weights = columns.weights(layout.weight, layout.found_labels) if layout.has_weights else None
+    time = columns.times(layout.time) if layout.time else None
     numbers, ids, weights = read_fields(columns, layout.fields, time=time)
-    kept = {name: columns.shown(name) for name in layout.found_keep}
+    kept = {name: columns.shown(name) for name in layout.keep}
     bad = [BadRow(block.source, number, *problem) for number, problem in raw.bad.items()]
     bad += [
         BadRow(block.source, int(raw.places[row]), column, problem, _advice(column, problem, layout))
