@@ -311,7 +311,7 @@ class Layout:
         if not self.delimiter or "\r" in self.delimiter or "\n" in self.delimiter:
             raise UserError(f"delimiter must be at least one character and no line ending, got {self.delimiter!r}")
         if self.quote and len(self.delimiter.encode()) > 1:
-            raise UserError(f'delimiter {self.delimiter!r} is no ASCII character; quotes need one, so set quote = ""')
+            raise UserError(f'delimiter must be one ASCII character, got {self.delimiter!r}; for others set quote = ""')
         if len(self.quote) > 1 or not self.quote.isascii() or self.quote == self.delimiter:
             raise UserError(f"quote must be one ASCII character or empty, got {self.quote!r}")
         if not self.fields:
