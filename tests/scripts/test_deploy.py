@@ -69,6 +69,47 @@ def test_prometheus_accepts_alerts_and_dashboard(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool, of Prometheus")
+def test_alerts_fire_for_what_they_are_for(tmp_path: Path) -> None:
+    """After fifty minutes: one field is missing, samples are malformed, snapshots fail, a server follows nothing."""
+    online, trainer = "cowrec_online_", 'instance="trainer", job="cowrec"'
+    series = {
+        f'{online}stream_samples_total{{kind="samples", {trainer}}}': "0+100x60",
+        f'{online}stream_samples_total{{kind="malformed", {trainer}}}': "0+5x60",
+        f'{online}missing_values_total{{field="C1", {trainer}}}': "0+60x60",
+        f'{online}missing_values_total{{field="C2", {trainer}}}': "0+12x60",
+        f'{online}usual_missing_share{{field="C1", {trainer}}}': "0.1+0x60",
+        f'{online}usual_missing_share{{field="C2", {trainer}}}': "0.1+0x60",
+        f"{online}steps_total{{{trainer}}}": "0+10x60",
+        f"{online}lag_seconds{{{trainer}}}": "2000+0x60",
+        f"{online}seconds_since_snapshot{{{trainer}}}": "0+60x60",
+        f"{online}seconds_since_publication{{{trainer}}}": "5+0x60",
+        f"{online}snapshot_failures_total{{{trainer}}}": "0+1x60",
+        'cowrec_following{instance="server"}': "0+0x60",
+        'cowrec_following{instance="without"}': "NaN+0x60",
+        'cowrec_rejected_requests_total{instance="server", reason="connections"}': "0+1x60",
+    }
+    expected = (
+        "TrainerBehind SamplesLeftOut ValuesMissing SnapshotsFail NoSnapshot ServerFollowsNothing ConnectionsRefused"
+    )
+    samples = [{"labels": f'{{alertname="Cowrec{name}"}}', "value": 1} for name in expected.split()]
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                "eval_time": "50m",
+                "exp_samples": samples,
+            }
+        ],
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yaml")], "tests": [case]}))
+    checked = subprocess.run(["promtool", "test", "rules", str(file)], check=False, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     for unit in UNITS:  # the program is not installed here

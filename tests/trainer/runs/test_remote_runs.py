@@ -279,4 +279,5 @@ def test_a_checkpoint_without_a_shard_is_not_sealed(tmp_path: Path) -> None:
         checkpoints.save(state, Progress(1), {})
         checkpoints.save(state, Progress(2), {}, lambda partial: (partial / "__0_0.distcp").unlink())
         refused("step 2 could not be written .*lacks __0_0.distcp.* good checkpoint is .*0001", checkpoints.finish)
+    assert checkpoints.failures == 1
     assert [each.name for each in list_checkpoints(checkpoints.folder)] == ["step_000000001"]
