@@ -51,7 +51,7 @@ def test_the_walks_name_what_exists() -> None:
 
 def test_the_walks_count_their_files() -> None:
     walks = WALK.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
-    assert len(walks) == 5
+    assert len(walks) == 9
     assert [int(count) for count, _ in walks] == [len({path for path, _ in STEP.findall(rows)}) for _, rows in walks]
 
 
