@@ -1,4 +1,4 @@
-"""Stable 64-bit hashes of integers and strings: splitmix64 (Steele, Lea, Flood 2014), behind all draws, and FNV-1a.
+"""Stable 64-bit hashes of integers and strings, compiled: splitmix64 and FNV-1a.
 
 R values.
 """
@@ -9,17 +9,10 @@ import numba
 import numpy as np
 import pyarrow as pa
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+from .splitmix import GOLDEN, splitmix
+
 FNV_OFFSET = np.uint64(0xCBF29CE484222325)
 FNV_PRIME = np.uint64(0x100000001B3)
-
-
-def splitmix(state: np.ndarray) -> np.ndarray:
-    """Applies splitmix64's output function, a bijection of the 64-bit integers, to each element; uint64."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    found: np.ndarray = state ^ (state >> np.uint64(31))
-    return found
 
 
 mix: Any = numba.njit(inline="always")(splitmix)

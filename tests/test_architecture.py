@@ -44,7 +44,8 @@ FOLDERS: dict[str, dict[str, str]] = {
     "data_pipeline": {
         "redis_client": "",
         "remote": "",
-        "hashing": "",
+        "splitmix": "",
+        "hashing": "splitmix",
         "parallel": "",
         "dataset": "parallel remote",
         "reading": "parallel dataset",
@@ -54,7 +55,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "inference": "dataset raw",
         "codec": "dataset raw encoding",
         "streams": "redis_client remote hashing dataset codec encoding raw",
-        "synthetic": "hashing parallel dataset raw encoding",
+        "synthetic": "splitmix hashing parallel dataset raw encoding",
     },
     "models": {
         "config": "",

@@ -14,8 +14,8 @@ import numpy as np
 
 from cowrec.errors import UserError
 
-from ..hashing import GOLDEN, splitmix
 from ..parallel import available_cores
+from ..splitmix import GOLDEN, splitmix
 from .criteo_frequencies import CRITEO_FREQUENCIES, CRITEO_SIZES
 
 _CLASS_BITS, _KEEP_BITS = 6, 26

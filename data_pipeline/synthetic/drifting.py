@@ -27,9 +27,10 @@ import pyarrow.compute as pc
 from cowrec.errors import UserError
 
 from ..dataset.schema import LABEL, TIME, Schema
-from ..hashing import GOLDEN, mix, uniform
+from ..hashing import mix, uniform
 from ..parallel import ordered_map
 from ..raw.layouts import RawField
+from ..splitmix import GOLDEN
 from .planted import (
     PILOT_ROWS,
     Draw,

@@ -46,10 +46,11 @@ from ..dataset.shards import (
 )
 from ..encoding.encoder import sparse_field
 from ..encoding.vocabulary import raw_ids
-from ..hashing import GOLDEN, mix, uniform
+from ..hashing import mix, uniform
 from ..parallel import ordered_map
 from ..raw.layouts import Layout, RawField, RawLabel
 from ..raw.times import RawTime
+from ..splitmix import GOLDEN
 from .criteo_frequencies import CRITEO_SIZES, NUM_DENSE
 
 WORD_SUM_MEAN = 4 * 65535 / 2

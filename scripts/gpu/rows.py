@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cowrec.data_pipeline.hashing import GOLDEN, splitmix
+from cowrec.data_pipeline.splitmix import GOLDEN, splitmix
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.sparse_opt import AdamConfig, EmbeddingAdam
 from cowrec.sparse_opt.algorithm.adam import AdamScalars, adam_constants, adam_element
