@@ -40,7 +40,7 @@ from cowrec.data_pipeline.synthetic.criteo_frequencies import NUM_DENSE
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.names import hint, parse_count
 from cowrec.sparse_opt.versions import MATCHED_SETS
-from cowrec.trainer.bench.measurement import Bench, Case, cases, measure, run_ids
+from cowrec.trainer.bench.criteo import Bench, Case, cases, measure_criteo, run_ids
 from cowrec.trainer.bench.parts import LEAST_STEPS, speed
 from cowrec.trainer.cli.flags import parse_list, parse_table_rows
 from cowrec.trainer.reports.plotting import plt, size_name
@@ -320,7 +320,7 @@ def _take_turn(name: str, turns: Turns, case: Case, folder: Path, pythons: dict[
             train = dataclasses.replace(case.config.train, precision=COWREC[name])
             config = dataclasses.replace(case.config, train=train)
             with Subprocess() as process:
-                speeds, *_ = process.each(measure, dataclasses.replace(case, config=config))
+                speeds, *_ = process.each(measure_criteo, dataclasses.replace(case, config=config))
             turns.step_seconds += speeds["step_seconds"]
             turns.versions = environment(torch.device("cpu"))["versions"]
         else:

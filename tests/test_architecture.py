@@ -269,7 +269,7 @@ def test_steps_on_a_gpu_need_neither_numba_nor_pyarrow() -> None:
 import sys
 sys.modules.update(dict.fromkeys(["numba", "llvmlite", "pyarrow", "tomli_w", "safetensors", "typer"]))
 from cowrec.sparse_opt.kernels import layout, torch_rows
-from cowrec.trainer.bench.measurement import CriteoIds, measure
+from cowrec.trainer.bench.criteo import CriteoIds, measure_criteo
 assert CriteoIds(max_rows=9).last_samples(5).sum() > 0
 """
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

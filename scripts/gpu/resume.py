@@ -8,7 +8,7 @@ import torch
 
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.trainer.bench.measurement import Case, criteo_config, make_schema
+from cowrec.trainer.bench.criteo import Case, criteo_config, make_schema
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
 from cowrec.trainer.runs.local_copy import RunPlace

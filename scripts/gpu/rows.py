@@ -35,7 +35,7 @@ from cowrec.sparse_opt.kernels.torch_rows import RowSums, exact_root, find_rows,
 from cowrec.sparse_opt.lookups.row_backends import NumbaRows, RowBackend, TorchRows, TritonRows
 from cowrec.sparse_opt.lookups.statistics import ClipStatistics
 from cowrec.sparse_opt.optim.replay import StepHistory, log_beta2, rest_thresholds
-from cowrec.trainer.bench.measurement import last_steps
+from cowrec.trainer.bench.criteo import last_steps
 
 CONFIG = AdamConfig(lr=1e-3, l2=1e-4, eps=1e-7, adam_epsilon="keras", absent_rows="replay")
 LIMIT = RowLimit(1.0, 1e-5, per_occurrence=True)

@@ -35,7 +35,7 @@ from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.models.linear_relu import linear_relu
 from cowrec.sparse_opt.kernels import triton_replay, triton_rows
 from cowrec.sparse_opt.lookups import row_backends, wrapped_lookup
-from cowrec.trainer.bench.measurement import Case, criteo_config, steady_run
+from cowrec.trainer.bench.criteo import Case, criteo_config, steady_run
 from cowrec.trainer.bench.parts import graph_captured
 
 from . import cpu_build  # noqa: F401  (it registers an operator)

@@ -24,7 +24,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.trainer.bench.measurement import Bench, Case, SteadyRun, cases, measure, run_ids, steady_run, stored
+from cowrec.trainer.bench.criteo import Bench, Case, SteadyRun, cases, measure_criteo, run_ids, steady_run, stored
 from cowrec.trainer.bench.parts import graph_captured
 
 from . import cpu_build  # noqa: F401  (it registers an operator)
@@ -99,7 +99,8 @@ def combinations(
         train = replace(case.config.train, cuda_graph=not arguments.uncaptured)
         case = replace(case, config=replace(case.config, train=train))
         identity = {"mode": "replay", "batch_size": case.batch_size, "clip": arguments.clip}
-        yield identity | {"precision": arguments.precision}, kernels(case) if arguments.kernels else measure(case)
+        lines = kernels(case) if arguments.kernels else measure_criteo(case)
+        yield identity | {"precision": arguments.precision}, lines
 
 
 def last_samples(ids: CriteoIds, settings: Bench) -> Path:

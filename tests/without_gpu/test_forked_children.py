@@ -16,7 +16,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 # Modules with functions that run in subprocesses.
-MODULES = ("cowrec.trainer.bench.measurement", "cowrec.trainer.sweep.sweep")
+MODULES = ("cowrec.trainer.bench.criteo", "cowrec.trainer.sweep.sweep")
 
 PROBE = """
 import contextlib, json, multiprocessing.process, sys

@@ -24,7 +24,7 @@ from ..runs.run_dir import to_json
 from ..runtime.environment import environment, launched_rank, launched_world_size
 from ..runtime.errors import Interrupted, ProcessFailed
 from ..runtime.subprocess_call import Subprocess
-from .measurement import Bench, cases, measure, run_ids
+from .criteo import Bench, cases, measure_criteo, run_ids
 from .mlperf import BATCH_SIZE_OF_GPU, NAME, PUBLISHED, ROW_BYTES, TABLE_ROWS, measure_mlperf, mlperf_config
 
 Lines = Sequence[dict[str, Any]]
@@ -88,7 +88,7 @@ def _of_criteo(settings: Bench, last_samples: Path) -> Iterator[Combination]:
     np.save(last_samples, run_ids(ids, settings.samples))
     for case in cases(settings, ids, last_samples):
         about = {"mode": case.config.optimizer.absent_rows, "model": settings.model, "max_rows": settings.max_rows}
-        yield Combination(about, case.config, measure, (case,), 144 * int(ids.table_rows.sum()))
+        yield Combination(about, case.config, measure_criteo, (case,), 144 * int(ids.table_rows.sum()))
 
 
 def _of_mlperf(settings: Bench) -> list[Combination]:

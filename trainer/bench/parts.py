@@ -23,8 +23,8 @@ from cowrec.sparse_opt.kernels.profiling import EMBEDDING_UPDATE, ROW_GRADIENTS
 
 from ..sharded_model.step import CapturedSteps, Pipeline
 
-WARMUP_STEPS = {"cpu": 3, "cuda": 10}
-"""Steps before those that are timed. On CUDA the first ones compile kernels and capture a graph."""
+UNTIMED_STEPS = {"cpu": 3, "cuda": 10}
+"""Number of steps before those that are timed. On CUDA the first ones compile kernels and capture a graph."""
 LEAST_STEPS = 5
 """Smallest number of steps that are timed."""
 PARTS = ("input", "lookup", "dense", "row_gradients", "clip_and_embedding_update", "dense_update", "other")
@@ -96,7 +96,7 @@ def step_times(
         per step; and peak_memory_bytes.
     """
     marks: list[Any] = []
-    stop, host, warmup_steps = inf, 0.0, WARMUP_STEPS[device.type]
+    stop, host, warmup_steps = inf, 0.0, UNTIMED_STEPS[device.type]
     for index in range(warmup_steps + max_steps):
         step(index)
         if index + 1 == warmup_steps:

@@ -50,7 +50,7 @@ def sweep(
     Example: `cowrec sweep run.toml --data data/criteo --batch-sizes 1K,8K,64K`
     """
     from ..sweep.results import SWEEP_PLOT, plot_sweep, sweep_table
-    from ..sweep.sweep import Grid, clip_remark, default_rules
+    from ..sweep.sweep import Grid, clip_summary, default_rules
     from ..sweep.sweep import sweep as run
 
     if launched_world_size() > 1:
@@ -64,7 +64,7 @@ def sweep(
     )
     folder = output or Path("sweeps") / config.stem
     lines = run(loaded, data_dir, folder, grid)
-    remark = clip_remark(lines)
+    remark = clip_summary(lines)
     picture = plot_sweep(lines, folder / SWEEP_PLOT)
     print(f"{sweep_table(lines)}\n\n" + (f"{remark}\n" if remark else "") + f"{folder}, plot: {picture}")
 
@@ -183,7 +183,7 @@ def bench(
 
     from ..bench.bench import bench as run
     from ..bench.bench import table
-    from ..bench.measurement import Bench
+    from ..bench.criteo import Bench
     from ..bench.mlperf import BATCH_SIZE_OF_GPU
     from ..runtime.errors import ProcessFailed
 

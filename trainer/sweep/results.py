@@ -115,7 +115,7 @@ def steps_by_batch_size(lines: Lines) -> dict[int, int]:
     return {size: number for size, number in steps.items() if number}
 
 
-def few_steps_warning(batch_size: int, steps: int, base: int) -> str:
+def too_few_steps(batch_size: int, steps: int, base: int) -> str:
     """Warns of a batch larger than the base that has too few steps to judge a scaling rule; else ""."""
     if steps >= FEW_STEPS or batch_size <= base:
         return ""
@@ -173,7 +173,7 @@ def _cell(values: Sequence[float], at_base: Sequence[float], how: Measure, seeds
 def _notes(lines: Lines) -> str:
     base, at_base = lines[0]["base_batch_size"], base_values(lines, "auc")
     steps = steps_by_batch_size(lines).items()
-    notes = [warning for size, number in steps if (warning := few_steps_warning(size, number, base))]
+    notes = [warning for size, number in steps if (warning := too_few_steps(size, number, base))]
     if not any(line["batch_size"] == base for line in lines):
         notes.append(f"The base, batch {size_name(base)}, is not in this sweep; add it to see what a batch loses.")
     elif not at_base:

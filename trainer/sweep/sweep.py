@@ -25,7 +25,7 @@ from ..reports.text_table import speed_text
 from ..runtime.environment import environment
 from ..runtime.errors import ProcessFailed
 from ..sharded_model.run_plan import Scaled
-from .results import few_steps_warning
+from .results import too_few_steps
 from .runs import Runs, on_data, open_runs, say
 
 RESULTS = "sweep.jsonl"
@@ -141,7 +141,7 @@ def default_rules(config: RunConfig) -> list[str]:
     return list(dict.fromkeys((config.optimizer.scaling, *COMPETITORS)))
 
 
-def clip_remark(lines: Sequence[Mapping[str, Any]]) -> str:
+def clip_summary(lines: Sequence[Mapping[str, Any]]) -> str:
     """Counts the runs in which the clip had hardly any effect, in a sentence; "" if it had one in all."""
     clipped = [line for line in lines if line.get("clipped_share") is not None]
     without = sum(bool(line.get("clip_remark")) for line in clipped)
@@ -190,5 +190,5 @@ def _in_short(line: dict[str, Any]) -> str:
         return f"failed: {line['error']}"
     auc, logloss = (float("nan") if line[key] is None else line[key] for key in ("auc", "logloss"))
     text = f"AUC {auc:.4f}  logloss {logloss:.4f}  {speed_text(line['samples_per_second'])}"
-    warning = few_steps_warning(line["batch_size"], line["steps"], line["base_batch_size"])
+    warning = too_few_steps(line["batch_size"], line["steps"], line["base_batch_size"])
     return f"{text}\n{warning}" if warning else text

@@ -20,7 +20,7 @@ from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.bench import bench as benches
 from cowrec.trainer.bench.bench import bench
-from cowrec.trainer.bench.measurement import (
+from cowrec.trainer.bench.criteo import (
     Bench,
     Case,
     cases,

@@ -20,7 +20,7 @@ from commands.forked_commands import Forked
 from cowrec.data_pipeline import Schema
 from cowrec.trainer import load_config, train
 from cowrec.trainer.sweep.results import plot_sweep, sweep_table
-from cowrec.trainer.sweep.sweep import COMPETITORS, Grid, clip_remark, default_rules, sweep
+from cowrec.trainer.sweep.sweep import COMPETITORS, Grid, clip_summary, default_rules, sweep
 from cowrec.trainer.sweep.tune import Outcome, Search, hints, study_of, tune
 from refusal import refused
 from trained_runs import data_folder
@@ -190,8 +190,8 @@ def test_remarks_and_default_rules(folder: Path) -> None:
     assert list(map(default_rules, own)) == [[*COMPETITORS], ["sqrt_star", *COMPETITORS]]
     lines: list[dict] = [{"clipped_share": 0.0, "clip_remark": "never"}, {"clipped_share": 0.2, "clip_remark": None}]
     lines.append({"clipped_share": None})
-    assert clip_remark(lines).startswith("the clip had no effect, or almost none, in 1 of 2 runs with clip on")
-    assert clip_remark(lines[1:]) == ""
+    assert clip_summary(lines).startswith("the clip had no effect, or almost none, in 1 of 2 runs with clip on")
+    assert clip_summary(lines[1:]) == ""
 
 
 def test_the_command_prints_the_table(cowrec: Cowrec, folder: Path) -> None:

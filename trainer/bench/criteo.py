@@ -1,4 +1,4 @@
-"""Measurements of `cowrec bench`: timed training steps of a model in the state that most of an epoch leaves.
+"""Criteo's shape for `cowrec bench`: timed training steps of a model in the state that most of an epoch leaves.
 
 The state is constructed, not trained. The cost of a step depends on which rows it reads and on their absence, which
 both follow from the ids alone. Weights are initial values. Rows seen before have the moments that one gradient of
@@ -37,7 +37,7 @@ from ..sharded_model.run_plan import RunPlan
 from ..sharded_model.step import DenseAdam, Pipeline, SequentialSteps, pipeline_of, why_not_captured
 from .parts import (
     PROFILED_STEPS,
-    WARMUP_STEPS,
+    UNTIMED_STEPS,
     bytes_per_sample,
     graph_captured,
     memory,
@@ -127,7 +127,7 @@ class Case:
 
     @property
     def warmup_steps(self) -> int:
-        return WARMUP_STEPS[self.config.train.device]
+        return UNTIMED_STEPS[self.config.train.device]
 
     @property
     def steps_before(self) -> int:
@@ -206,7 +206,7 @@ def steady_run(case: Case) -> Iterator[SteadyRun]:
         yield SteadyRun(step, model, adam, dense, pipeline, batches, ids, process.device, rss_before)
 
 
-def measure(case: Case) -> Iterator[dict[str, Any]]:
+def measure_criteo(case: Case) -> Iterator[dict[str, Any]]:
     """Yields the values of a case's line, see :func:`bench`, and step_seconds, as they become known.
 
     On CPU call it in a process of its own, whose peak memory is then the case's.
