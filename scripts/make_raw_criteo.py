@@ -23,8 +23,9 @@ import numba
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
+from cowrec.data_pipeline.hashing import mix, uniform
 from cowrec.data_pipeline.parallel import ordered_map
+from cowrec.data_pipeline.splitmix import GOLDEN
 from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_FREQUENCIES
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.planted import best_quality, gaussian, intercept_for, probability
