@@ -1,10 +1,10 @@
 """CowClip for the stock fused optimizers of any TorchRec model: ``attach_cowclip(model, CowClip(r=1.0, zeta=1e-5))``.
 
 FBGEMM updates a table inside the backward of its lookup, so the clip has to change what that backward reads. An
-autograd function on the lookup's output computes each row's gradient from the output gradient and the ids, and from it
-the row's clip factor; it then scales every id's share of the gradient by the factor of its row, through the ids'
-weights. Where bags hold at most one id, it writes the row's clipped gradient, L2 included, into the output gradient
-instead. After input-dist a row-wise or table-wise shard has the global batch's ids of its rows, so counts are global.
+autograd function on the lookup's output computes each row's gradient and clip factor from the output gradient and the
+ids. The function then multiplies the ids' weights by the factors of their rows, which scales the update. Where bags
+hold at most one id, it writes the row's clipped gradient, L2 included, into the output gradient instead. After
+TorchRec's exchange, a row-wise or table-wise shard has all ids of the global batch for its rows, so counts are global.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,42 +50,40 @@ def attach_cowclip(
 ) -> LookupsHandle:
     """Clips the row gradients of every table of a model before its fused optimizer applies them.
 
-    The loss must be the mean over the global batch (with TorchRec's gradient division, which is on by default). The
-    attachment lasts until ``handle.remove()``; evaluation is not affected. Rules for tables or for all of them take the
-    norm over the rows of the batch; all processes then take every step.
+    The loss must be the mean over the global batch. TorchRec's gradient division, which is on by default, is part of
+    that mean. The attachment lasts until ``handle.remove()`` and does not affect evaluation. A rule for a table or for
+    all tables takes the norm over the rows of the batch, and all processes must then take every step.
 
     Args:
-        model: any module that holds sharded EmbeddingBagCollections or EmbeddingCollections under fused optimizers
-            (SGD, Adagrad, row-wise Adagrad, and on CUDA all of FBGEMM's), usually a DistributedModelParallel.
-            Data-parallel tables get their clipped gradient, the same on all ranks, for a dense optimizer to apply.
-        rule: one of :data:`CLIP_RULES` or another :class:`ClipRule`; or a mapping of table names to rules, all for rows
-            or all for tables, with the rule of the tables that it does not name as ``"*"``.
+        model: module with sharded EmbeddingBagCollections or EmbeddingCollections under fused optimizers (SGD, Adagrad,
+            row-wise Adagrad, and on CUDA all of FBGEMM's), usually a DistributedModelParallel. Data-parallel tables get
+            a clipped gradient, the same on all ranks, for a dense optimizer.
+        rule: clip rule, from :data:`CLIP_RULES` or another :class:`ClipRule`; or a mapping of table names to rules, all
+            for rows or all for tables, where ``"*"`` stands for all other tables.
         exclude: names of tables to leave unclipped.
-        clip_columns: leading columns that are measured and clipped, for all tables or by name. Pooled fused tables need
-            ``single_id_bags`` because ids' weights scale all columns of a row.
-        single_id_bags: whether every bag holds at most one id and no lookup has ids' weights; saves the weights.
-            Checked in every step.
+        clip_columns: number of leading columns that are measured and clipped, for all tables or by name. Pooled fused
+            tables need ``single_id_bags``, because ids' weights scale all columns of a row.
+        single_id_bags: whether every bag holds at most one id and no lookup has ids' weights. This saves the memory of
+            the weights, and is checked in every step.
         l2: coefficient of ``l2 * sum(w^2)`` in the loss, over the rows of the batch alone: ``2 * l2 * w`` is added to
-            their gradient before the clip, in all columns and in excluded tables too. Pooled fused tables need
+            the gradient before the clip, in all columns and in excluded tables too. Pooled fused tables need
             ``single_id_bags``.
-        grad_scaler: of the loss, if one scales it: gradients are divided by its scale before they are measured and
-            applied. A lookup whose output gradient is not finite applies a gradient of zeros.
-        verify: number of steps with clipped rows, among the first hundred of each lookup, that are checked beside the
-            first step: under SGD, Adagrad, row-wise Adagrad and Adam a few rows must have moved as a plain computation
-            from ids and output gradient says. 0 for no check.
+        grad_scaler: scaler of the loss, if there is one. Gradients are divided by its scale before they are measured
+            and applied. A lookup whose output gradient is not finite applies a gradient of zeros.
+        verify: number of steps to verify, beside the first step: steps with clipped rows, among the first hundred of a
+            lookup. Under SGD, Adagrad, row-wise Adagrad and Adam, the update of some rows is compared with a plain
+            computation from ids and output gradient.
 
     Returns:
         A handle with ``stats()`` and ``remove()``.
 
     Raises:
         ValueError: the model has no table, a table cannot be clipped, a name is unknown, the model is attached already,
-            or the rule does not fit the sharding plan; and in a step, ``single_id_bags`` is wrong.
-        RuntimeError: in a backward pass, a checked row has taken another update than the clip allows.
+            or the rule does not fit the sharding plan; or in a step, ``single_id_bags`` is wrong.
+        RuntimeError: in a backward pass, a verified row has taken another update than the clip allows.
     """
     if not 0 <= l2 < inf:
         raise UserError(f"l2 must be >= 0 and finite, got {l2}")
-    if verify < 0:
-        raise UserError(f"verify must be a number of steps, at least 0, got {verify}")
     inventory, loss_scale = ModelInventory(model), LossScale(grad_scaler)
     rules = table_rules(inventory, rule, exclude)
     lookups = lookups_under_rules(inventory, rules, clip_columns, skips_unclipped=l2 == 0, is_scaled=loss_scale.is_used)
@@ -141,7 +139,6 @@ class _Clip:
     check: UpdateCheck
 
     def look_up(self, forward: Forward, inputs: Inputs) -> Tensor:
-        """Forward of the lookup, whose backward is clipped."""
         wrapped, lookup, bags = self.wrapped, self.wrapped.lookup, self.wrapped.bags.of(inputs)
         if lookup.has_dense_gradient:
             if self.single_id_bags:
@@ -174,7 +171,7 @@ class _Clip:
         )
 
     def _take_accumulated_step(self, forward: Forward, backward: LookupBackward) -> None:
-        """Looks up all ids of a step again, and takes the step in the backward of that."""
+        """Looks up all ids of a step once more, and takes the step in the backward of that lookup."""
         bags = backward.bags
         offsets = bags.blocks.first_bag if self.wrapped.lookup.is_sequence else bags.offsets
         inputs = {"indices": bags.indices, "offsets": offsets}

@@ -1,11 +1,10 @@
-"""Self-check of the clip: in the first steps, whether some rows take the update that their limits allow.
+"""Self-check of the clip: in the first steps, some rows must take the update that their limits allow.
 
-The expected update is computed in plain torch from the ids, the output gradient and the rows before the step, and
-compared after FBGEMM's update. A fault between the two, such as a backward that reads a copy of what the clip has
-written, would otherwise train without the clip.
+The expected update is computed in plain torch from the ids, the output gradient and the rows before the step, and is
+compared with the row after FBGEMM's update. If FBGEMM's backward read a copy of what the clip has written, for example,
+a model would otherwise train without the clip.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +13,16 @@ from torch import Tensor
 from ..algorithm.clip import limits_of_norms, scales_of_norms
 from ..kernels.layout import LookupBackward, LookupIds
 from ..kernels.torch_rows import parts_of_positions, row_begins, row_sums, with_weights
+from ..lookups.backward import Expect
 from ..lookups.wrapped_lookup import WrappedLookup
 from ..tbe.lookup import TracedUpdate
 
 _ROWS = 4
-"""Rows of a lookup that are checked, besides as many of those that are clipped most."""
+"""Rows of a lookup that are checked, and number of the most clipped rows that are checked too."""
 _STEPS = 100
 """Steps in which clipped rows are looked for."""
 _TOLERANCE = 0.01
-"""Relative error of a row's gradient that is no fault, beyond rounding."""
+"""Relative error of a row's gradient that is allowed beyond rounding."""
 
 
 class UpdateCheck:
@@ -32,8 +32,8 @@ class UpdateCheck:
         self.wrapped, self._seen = wrapped, 0
         self._left = 0 if wrapped.lookup.has_dense_gradient else steps
 
-    def of_forward(self, output: Tensor) -> Callable[[LookupBackward, float, Tensor | None], None] | None:
-        """Returns :meth:`StepCheck.expect` for the backward passes of the lookup's output; None for no check."""
+    def of_forward(self, output: Tensor) -> Expect | None:
+        """Returns :meth:`StepCheck.expect` for the backward passes of an output; None without a check."""
         captured = output.is_cuda and torch.cuda.is_current_stream_capturing()
         update = self.wrapped.lookup.traced_update() if self._left > 0 and not captured else None
         if update is None or output.grad_fn is None:
@@ -43,7 +43,7 @@ class UpdateCheck:
         return check.expect
 
     def begin(self) -> bool:
-        """Counts a step, once the clip has recorded it; returns whether it is checked."""
+        """Counts a step that the clip has recorded; returns whether the step is checked."""
         self._seen += 1
         clips = bool((self.wrapped.statistics.latest.ratio > 1).any())
         is_checked = self._left > 0 and (clips or self._seen == 1)
@@ -52,7 +52,7 @@ class UpdateCheck:
 
 
 class _Expected(NamedTuple):
-    """Update of a row: what the optimizer keeps of it, before and after, and the error that is no fault."""
+    """Expected update of a row: what the optimizer keeps of it, before and after, and the allowed error."""
 
     table: int
     row: int
@@ -71,8 +71,7 @@ class StepCheck:
     def expect(self, backward: LookupBackward, l2: float, factors: Tensor | None) -> None:
         """Computes the updates of some rows, after the clip of the unscaled backward pass and before FBGEMM's update.
 
-        ``factors``, of the ids, [nnz], tell which rows are clipped; None if the clip is written into the output
-        gradient.
+        ``factors``, the ids' clip factors, [nnz], show which rows are clipped most; None if there are none.
         """
         self._rows = []
         if not backward.bags.indices.numel() or not self._check.begin():
@@ -90,7 +89,7 @@ class StepCheck:
         norms, weight_norms = (torch.where(measured, values, 0).norm(dim=1) for values in (grads, weights))
         _, r, floor, per_occurrence = (limit[table] for limit in wrapped.limits.clips)
         limits = limits_of_norms(weight_norms, counts, r, floor, per_occurrence)
-        if not wrapped.is_local:  # the norms are those of several rows, or of columns on other ranks
+        if not wrapped.is_local:  # a norm includes other rows, or columns on other ranks
             slot = parts_of_positions(ids.begin, len(ids.row))[torch.searchsorted(ids.row, row)]
             limits = norms / wrapped.statistics.latest.ratio[slot]
         grads = torch.where(measured, scales_of_norms(norms, limits)[:, None] * grads, grads)
@@ -110,7 +109,7 @@ class StepCheck:
             self._rows.append(_Expected(t, at, before, after, allowed, clip))
 
     def compare(self, *_: Any) -> None:
-        """Compares the rows; called after FBGEMM's update. Raises RuntimeError if a row has taken another."""
+        """Compares the rows after FBGEMM's update. Raises RuntimeError if a row has taken another update."""
         rows, self._rows = self._rows, []
         for row in rows:
             got = self._update.kept[row.table][row.row].double()
@@ -129,7 +128,7 @@ class StepCheck:
 def _gradients_of(
     wrapped: WrappedLookup, ids: LookupIds, backward: LookupBackward, row: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients [n, D] of sorted rows, int [n], their weights, rounding of float32 sums, counts and tables."""
+    """Computes gradients [n, D] of sorted rows, int [n], the rows' weights, rounding of sums, counts and tables."""
     here = torch.isin(ids.row, row)
     order, rows = ids.order[here], ids.row[here]
     own = LookupIds(ids.address[order], torch.arange(len(order), device=order.device), rows, row_begins(rows))

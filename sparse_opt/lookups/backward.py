@@ -25,15 +25,17 @@ from .row_backends import Inputs
 from .wrapped_lookup import WrappedLookup
 
 Forward: TypeAlias = Callable[..., Tensor]
+Expect: TypeAlias = Callable[[LookupBackward, float, Tensor | None], None]
+"""Function of the unscaled backward pass, the coefficient of L2, and the factors of the ids."""
 
 
 @dataclass(frozen=True)
 class Unscaled:
-    """A backward pass of a lookup without the loss' scale."""
+    """A backward pass of a lookup without the scale of the loss."""
 
-    # with the output gradient of the unscaled loss, at least float32; zeros if it was not finite
+    # the pass with the output gradient of the unscaled loss, at least float32; zeros if a gradient was not finite
     backward: LookupBackward
-    scaled_grad: Tensor  # output gradient as it came, of its own type; zeros if it was not finite
+    scaled_grad: Tensor  # output gradient of the scaled loss, in its own dtype; zeros if a gradient was not finite
     factor: Tensor | None = None  # 1 / scale, float32 []; None without a scale
     finite: Tensor | None = None  # whether all of the output gradient was finite, bool []; None without a scale
 
@@ -50,7 +52,7 @@ class LossScale:
         return self._scaler is not None
 
     def unscaled(self, backward: LookupBackward, groups: Sequence[ProcessGroup]) -> Unscaled:
-        """Divides the output gradient of a lookup by the scale; ranks of a group agree on whether it is finite."""
+        """Divides the output gradient by the scale; ranks of a group agree on whether all gradients are finite."""
         grad = backward.output_grad
         if self._scaler is None:
             self._warn_once()
@@ -80,7 +82,7 @@ class LossScale:
 
 
 def grad_scalers_in_use() -> list[GradScaler]:
-    """Finds the enabled scalers of this process that have scaled a loss. It searches the heap, so call it once."""
+    """Finds the enabled scalers of this process that have scaled a loss, by a search of the heap: call it once."""
     gc.collect()  # scalers of earlier models may be in reference cycles
     referrers = gc.get_referrers(*_with_subclasses(GradScaler))
     scalers = [referrer for referrer in referrers if isinstance(referrer, GradScaler)]
@@ -93,25 +95,24 @@ def _with_subclasses(kind: Any) -> set[Any]:
 
 
 class Gradients(NamedTuple):
-    """What the backward of a lookup returns."""
+    """Gradients that the backward of a lookup returns."""
 
-    output: Tensor | None = None  # gradient that FBGEMM's backward reads; None if that does not run
+    output: Tensor | None = None  # gradient that FBGEMM's backward reads; None if FBGEMM's backward does not run
     parameter: Tensor | None = None  # gradient of the lookup's weights, where a dense optimizer applies it
-    id_weights: Tensor | None = None  # gradient of the ids' weights, or what is to be added to FBGEMM's
+    id_weights: Tensor | None = None  # gradient of the ids' weights, or a summand of FBGEMM's gradient of them
 
 
 @dataclass(frozen=True)
 class ReplacedUpdate:
     """Runs an update in place of FBGEMM's."""
 
-    # called with the unscaled backward pass, or with all passes of a step that accumulates them; it returns the
-    # gradient of ``parameter``
+    # function of the unscaled backward pass, or of all accumulated passes of a step; returns the gradient of
+    # ``parameter``
     update: Callable[[LookupBackward], Tensor | None]
-    # weights of the lookup, where a dense optimizer applies their gradient. It has the scale of the loss
-    parameter: Tensor | None = None
+    parameter: Tensor | None = None  # weights of the lookup, where a dense optimizer applies their scaled gradient
 
     def run(self, wrapped: WrappedLookup, given: LookupBackward, unscaled: Unscaled, weights: bool) -> Gradients:
-        """Runs in the backward pass ``given``; ``weights`` tells whether the ids' weights need their gradient."""
+        """Runs in the backward pass ``given``; ``weights`` tells whether the ids' weights need a gradient."""
         of_weights = wrapped.in_torch.id_weight_grad(given) if weights else None
         step = wrapped.accumulation.add(unscaled.backward, unscaled.finite)
         grad = self.update(step) if step else None
@@ -124,23 +125,22 @@ class ReplacedUpdate:
 
 @dataclass(frozen=True)
 class RescaledGradients:
-    """Clips what FBGEMM's backward reads, which follows."""
+    """Clips what FBGEMM's backward reads; that backward follows."""
 
-    # the ids' weights as FBGEMM reads them, which are scaled; None where bags hold at most one id, whose output
-    # gradient is then replaced
+    # ids' weights that FBGEMM's backward reads and the clip scales; None where bags hold at most one id: the clip then
+    # replaces the output gradient
     weights: Tensor | None
-    l2: float  # as in attach_cowclip; needs bags of one id
-    # called with the unscaled pass, ``l2`` and the factors of the ids, to check the update; or None
-    expect: Callable[[LookupBackward, float, Tensor | None], None] | None
+    l2: float  # as in attach_cowclip; above 0 only with bags of one id
+    expect: Expect | None  # announces the update to a check; None without a check
 
     def run(self, wrapped: WrappedLookup, given: LookupBackward, unscaled: Unscaled, weights: bool) -> Gradients:
-        """Does what :meth:`ReplacedUpdate.run` does."""
+        """See :meth:`ReplacedUpdate.run`."""
         backward, grad, finite, factors = unscaled.backward, unscaled.scaled_grad, unscaled.finite, None
         if self.weights is None:
             require_single_ids(backward.bags, backward.id_weights)
             grad = wrapped.rows.clipped_output_grad(backward, self.l2)
             if finite is not None:
-                grad.mul_(finite)  # of L2
+                grad.mul_(finite)  # no L2 either
         else:
             # Scaling the ids' weights scales the update. They are written anew in every backward of a forward.
             factors = wrapped.rows.id_factors(backward)
@@ -152,13 +152,13 @@ class RescaledGradients:
             self.expect(backward, self.l2, factors)
         of_weights = None
         if weights and finite is not None and given.id_weights is not None:
-            # FBGEMM's is finite, and hides the overflow.
+            # FBGEMM's gradient is finite, and hides the overflow.
             of_weights = given.id_weights.new_tensor(torch.nan).where(~finite, 0).expand_as(given.id_weights)
         return Gradients(grad, id_weights=of_weights)
 
 
 def require_single_ids(bags: LookupBags, id_weights: Tensor | None) -> None:
-    """Raises ValueError if a bag holds more than one id, or ids have weights; on CUDA an assertion of the device."""
+    """Raises ValueError if a bag holds more than one id, or ids have weights; on CUDA the device asserts the former."""
     within = (bags.offsets[1:] - bags.offsets[:-1] <= 1).all()
     if within.is_cuda:
         torch._assert_async(within, "a bag holds more than one id but CowClip was attached with single_id_bags=True")
@@ -177,9 +177,9 @@ def look_up_replaced(
     loss_scale: LossScale,
     ids: LookupIds | None = None,
 ) -> Tensor:
-    """Makes the backward of a lookup run an update; returns its ``output``, which has no gradient, in place.
+    """Makes the backward of a lookup run an update; returns ``output``, which had no gradient, in the same memory.
 
-    ``inputs`` are those of its forward, whose weights of ids get their gradient if they require one.
+    ``inputs`` are those of the lookup's forward. The ids' weights among them get a gradient if they require one.
     """
     parameter = strategy.parameter
     if parameter is None:
@@ -198,21 +198,21 @@ def look_up_rescaled(
     *,
     single_id_bags: bool,
     l2: float,
-    check: Callable[[Tensor], Callable[[LookupBackward, float, Tensor | None], None] | None],
+    check: Callable[[Tensor], Expect | None],
     loss_scale: LossScale | None,
 ) -> Tensor:
-    """Looks rows up by FBGEMM's forward, whose backward then reads what is clipped.
+    """Looks rows up by FBGEMM's forward, and makes its backward read clipped gradients.
 
-    ``check`` is called with the output, and returns :attr:`RescaledGradients.expect`. ``loss_scale`` is None for the
-    pass that takes the step of passes that were accumulated.
+    ``check`` returns :attr:`RescaledGradients.expect` for an output. ``loss_scale`` is None in the pass that takes the
+    step of accumulated passes.
     """
     given, weights, arguments = inputs.get("per_sample_weights"), None, dict(inputs)
     if not (single_id_bags or wrapped.lookup.is_sequence):
         weights = arguments["per_sample_weights"] = _scalable_weights(given, bags.indices)
         if not (weights.is_cuda or weights.requires_grad):
-            # FBGEMM computes the weights' gradient whether it is needed or not, unless told so by feature.
+            # FBGEMM would compute a gradient of the weights, which nobody needs.
             arguments["feature_requires_grad"] = torch.zeros(len(wrapped.lookup.feature_table), dtype=torch.int32)
-    # Hooks on saved tensors, as those that offload activations, would give FBGEMM's backward and the clip's copies.
+    # Other hooks on saved tensors, such as those that offload activations, would give copies to both backward passes.
     with torch.autograd.graph.saved_tensors_hooks(_with_version, _of_version):
         output = forward(**arguments)
         if not output.requires_grad:
@@ -223,7 +223,7 @@ def look_up_rescaled(
 
 
 def _scalable_weights(given: Tensor | None, indices: Tensor) -> Tensor:
-    """The ids' weights, or ones, in memory of their own, which the clip changes."""
+    """Copies the ids' weights, or makes ones, for the clip to change."""
     if given is None:
         return torch.ones(indices.numel(), dtype=torch.float32, device=indices.device)
     return given.float().clone()
@@ -234,7 +234,7 @@ def _with_version(saved: Tensor) -> tuple[Tensor, int]:
 
 
 def _of_version(packed: tuple[Tensor, int]) -> Tensor:
-    """Checks what autograd checks of tensors that it saves itself."""
+    """Makes the check that autograd makes of the tensors that it saves itself."""
     saved, version = packed
     if saved._version != version:
         raise RuntimeError("ids or their weights were modified by an inplace operation between forward and backward")
@@ -259,7 +259,7 @@ class _Backward(torch.autograd.Function):
         ctx.save_for_backward(bags.indices, bags.offsets, id_weights)
         ctx.blocks, ctx.size, ctx.ids, ctx.thread, ctx.has_run = bags.blocks, bags.size, ids, get_ident(), False
         ctx.wrapped, ctx.strategy, ctx.loss_scale = wrapped, strategy, loss_scale
-        if output._is_view():  # FBGEMM's of a variable batch size on CUDA, which autograd lets nobody change in place
+        if output._is_view():  # as FBGEMM's output of a variable batch size on CUDA; autograd refuses to mark it dirty
             return output.view_as(output)
         ctx.mark_dirty(output)
         return output

@@ -24,23 +24,22 @@ from .statistics import TableStats
 from .wrapped_lookup import WrappedLookup
 
 LookUp: TypeAlias = Callable[[Forward, Inputs], Tensor]
-"""New forward of a lookup: (its own forward, keyword arguments of that) -> output."""
+"""New forward of a lookup: (FBGEMM's forward, keyword arguments of FBGEMM's forward) -> output."""
 
 _ATTACHED = "cowrec_attached"
 """Attribute of an attached collection, a function that returns the handle: two attachments would clip twice."""
 DEFAULT_SCALES = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4)
-"""Factors of the limits that :meth:`LookupsHandle.clipped_shares` tries."""
 
 
 class LookupsHandle:
-    """Clip statistics of a model, and the removal of what is attached; returned by :func:`attach_cowclip`.
+    """Attachment to a model: statistics of the clip, accumulation of passes, and removal.
 
-    Mean pooling becomes a sum weighted with 1/length, which is the same on every back end of FBGEMM.
+    Mean pooling becomes a sum with the weights 1/length, which every back end of FBGEMM computes in the same way.
 
     Args:
         look_up: the new forward of each lookup.
-        evicted: called with a lookup, the number of a table in it, and its rows that managed collision gives to new
-            ids, int64 [n].
+        evicted: function of a lookup, the number of a table in the lookup, and the table's rows that managed collision
+            gives to new ids, int64 [n].
     """
 
     def __init__(
@@ -68,13 +67,10 @@ class LookupsHandle:
             self._undo.append(_wrap(wrapped, look_up[wrapped]))
 
     def stats(self) -> dict[str, TableStats]:
-        """Statistics of each table, over the rows that this process holds. Waits for the device, once.
-
-        They come from the norms and limits of the clip. ``verify`` of :func:`attach_cowclip` checks the updates
-        themselves.
+        """Returns statistics of each table's clip, over the rows that this process holds. Waits for the device, once.
 
         Raises:
-            ValueError: on CUDA, where no step waits for the device: ids of earlier steps were outside their tables.
+            ValueError: on CUDA, ids of earlier steps were outside their tables.
         """
         if not self._lookups:
             return {}
@@ -86,18 +82,21 @@ class LookupsHandle:
         return found
 
     def latest_ratios(self) -> dict[str, Tensor]:
-        """``||g|| / limit`` of the rows here in the latest step, by table, float32, on CPU. Waits for the device."""
+        """Returns ``||g|| / limit`` of the latest step's rows here, by table, float32 on CPU. Waits for the device."""
         return {name: own for wrapped in self._lookups for name, own in wrapped.statistics.latest_ratios().items()}
 
     def clipped_shares(self, scales: Sequence[float] = DEFAULT_SCALES) -> dict[str, dict[float, float]]:
-        """Share in [0, 1] of each table's rows that would be clipped if all limits were ``scale`` times as large.
+        """Computes the share of rows that would be clipped if all limits were ``scale`` times as large.
 
-        The shares, by scale and table name, are over the rows of :meth:`stats`, from their ratios ``||g|| / limit``,
-        which training with other limits would change. Under CowClip(r, zeta), ``scale`` times the limits is
-        CowClip(scale * r, scale * zeta). Waits for the device.
+        The shares come from the ratios ``||g|| / limit`` of the rows of :meth:`stats`. Training with other limits would
+        change these ratios. ``scale`` times the limits of CowClip(r, zeta) are those of CowClip(scale * r, scale *
+        zeta). Waits for the device.
 
         Args:
-            scales: factors of the limits, from 1e-7 to 1e7; each is rounded by up to 3 %.
+            scales: factors of the limits, from 1e-7 to 1e7; a factor is rounded by up to 3 %.
+
+        Returns:
+            Shares in [0, 1] by table name and scale.
 
         Raises:
             ValueError: a scale is out of range.
@@ -113,23 +112,23 @@ class LookupsHandle:
             wrapped.statistics.reset()
 
     def __repr__(self) -> str:
-        """Each table of this process with its limit, without waiting for the device."""
+        """Lists the tables of this process with their limits, without waiting for the device."""
         rules = {name: rule for wrapped in self._lookups for name, rule in wrapped.limits.rules.items()}
         limits = (f"{name}: {'unclipped' if isinstance(rule, NoClip) else repr(rule)}" for name, rule in rules.items())
         listed = ", ".join(limits) or "no table on this process"
         return f"<{type(self).__name__}, {'attached' if self._undo else 'removed'}; {listed}>"
 
     def accumulate(self, passes: int) -> None:
-        """Makes one step of every ``passes`` backward passes: one clip, over the ids of all of them, and one update.
+        """Makes one step of every ``passes`` backward passes: one clip over the ids of all passes, and one update.
 
-        Divide each loss by ``passes``, so that their sum is the mean over the complete batch. Optimizers of other
-        parameters accumulate gradients by themselves. All ranks must take the same number of passes; call it before the
-        first forward pass of a last, shorter step, with the number of passes that are left. Passes that wait for others
-        are dropped with a warning, as they are when the model loads a state; call it too after an exception in a
-        backward pass.
+        Divide each loss by ``passes``, so that the sum of the losses is the mean over the complete batch. Other
+        optimizers accumulate gradients by themselves. All ranks must take the same number of passes. If the last step
+        has fewer passes, call ``accumulate`` with their number before its first forward pass. A call drops passes that
+        wait, with a warning, and so does loading a state into the model. Call ``accumulate`` again after an exception
+        in a backward pass.
 
         Raises:
-            ValueError: ``passes`` is below 1, or several under TorchRec's ITEP; and in a step, managed collision has
+            ValueError: ``passes`` is below 1, or above 1 under TorchRec's ITEP; or in a step, managed collision has
                 given rows to new ids while passes wait.
         """
         if passes < 1:
@@ -145,7 +144,7 @@ class LookupsHandle:
 
     @property
     def waiting(self) -> int:
-        """Backward passes whose gradients wait for others of their step."""
+        """Number of backward passes whose gradients wait for other passes of their step."""
         return max((wrapped.accumulation.waiting for wrapped in self._lookups), default=0)
 
     def remove(self) -> None:
@@ -158,7 +157,7 @@ class LookupsHandle:
     def _guard(
         self, attached: nn.Module, collection: ShardedCollection, lookups: Sequence[WrappedLookup]
     ) -> Callable[..., None]:
-        """Makes a check of a collection's forward pass, for copies, rebuilt lookups and interrupted steps."""
+        """Makes a hook before a collection's forward pass that refuses copies, rebuilt lookups, interrupted steps."""
         wrapped = lookup_modules(collection)
 
         def check(called: nn.Module, *_: Any) -> None:
@@ -188,7 +187,7 @@ class LookupsHandle:
 
 
 def _dropping(lookups: Sequence[WrappedLookup]) -> Callable[..., None]:
-    """Makes a function that drops the passes that wait, with a warning."""
+    """Makes a function that drops waiting passes, with a warning."""
 
     def drop(*_: Any) -> None:
         if waiting := max((wrapped.accumulation.waiting for wrapped in lookups), default=0):
@@ -232,7 +231,7 @@ def _wrap(wrapped: WrappedLookup, look_up: LookUp) -> Callable[[], None]:
 
 
 def _with_weights_of_means(inputs: Inputs) -> Inputs:
-    """Adds the ids' weights 1/length, whose sum is a mean, to the inputs of a lookup."""
+    """Adds ids' weights 1/length to the inputs of a lookup, so that a sum is a mean."""
     if inputs.get("per_sample_weights") is not None:
         raise UserError("FBGEMM treats weighted ids with mean pooling differently on CPU and CUDA; use sum pooling")
     indices, offsets = inputs["indices"], inputs["offsets"]
@@ -242,7 +241,7 @@ def _with_weights_of_means(inputs: Inputs) -> Inputs:
 
 
 def attached_to(collection: ShardedCollection) -> LookupsHandle | None:
-    """Returns what is attached to a collection: an :class:`EmbeddingAdam` or another handle; None if nothing is."""
+    """Returns the handle that is attached to a collection, which may be an :class:`EmbeddingAdam`; None if none is."""
     handle: LookupsHandle | None = getattr(collection, _ATTACHED, lambda: None)()
     return handle
 
@@ -266,7 +265,7 @@ def refuse_copy(copied: nn.Module) -> None:
 
 
 def detach_cowclip(model: nn.Module) -> None:
-    """Detaches what :func:`attach_cowclip` or :class:`EmbeddingAdam` has attached to a model, if anything."""
+    """Removes the attachment of :func:`attach_cowclip` or :class:`EmbeddingAdam` from a model, if there is one."""
     for collection in ModelInventory(model).collections.values():
         if attached := attached_to(collection):
             attached.remove()

@@ -1,4 +1,4 @@
-"""Lookups of a model under clip rules, with the checks of an inventory that the rules can be applied to them."""
+"""Lookups of a model under clip rules, and the checks that the rules can be applied to the model."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,11 +25,11 @@ def lookups_under_rules(
 
     Args:
         clip_columns: as in :func:`attach_cowclip`.
-        skips_unclipped: whether tables without a limit are skipped if they cannot be clipped.
-        is_scaled: whether a GradScaler scales the loss, so that column shards agree on whether their row moves.
+        skips_unclipped: whether a table that cannot be clipped is skipped if it has no limit.
+        is_scaled: whether a GradScaler scales the loss. Column shards must then agree on whether their row moves.
 
     Raises:
-        ValueError: an unknown name, a table that cannot be clipped, or a rule that does not fit the sharding plan.
+        ValueError: a name is unknown, a table cannot be clipped, or the rule does not fit the sharding plan.
     """
     tables = inventory.tables
     given = dict.fromkeys(tables, clip_columns) if isinstance(clip_columns, int) else dict(clip_columns or {})
@@ -103,7 +103,7 @@ def _require_norms(inventory: ModelInventory, rules: TableRules, unclipped: set[
 
 
 def _require_partners(inventory: ModelInventory, split: Mapping[str, Sequence[Sequence[int]]]) -> None:
-    """Raises ValueError unless lookups of column shards run in the same order on all ranks, in all processes."""
+    """Raises ValueError unless lookups of column shards run on all processes, in the same order."""
     if split and (pair := inventory.inconsistent_lookups()):
         raise UserError(
             f"tables {pair[0]!r} and {pair[1]!r} are sharded column-wise and looked up separately, perhaps on some"

@@ -1,8 +1,8 @@
-"""Work on the rows of a lookup's batches: one interface, and the back ends behind it, of which each lookup has one.
+"""Work on the rows of a lookup's batches: one interface and its back ends. A lookup has one back end.
 
-Numba on CPU and Triton on CUDA run all of the work in kernels: for float32 rows that are complete here, under rules for
-single rows. :class:`TorchRows` takes the other lookups and leaves to the kernels of its device what they can do: find
-and sum the rows on CUDA, and replay missed steps everywhere.
+Numba on CPU and Triton on CUDA run all of the work in kernels, for float32 rows that are complete here and under rules
+for single rows. :class:`TorchRows` takes the other lookups. It leaves some work to the kernels of the device: replay of
+missed steps, and on CUDA finding and summing rows.
 """
 
 from collections.abc import Mapping
@@ -46,11 +46,11 @@ _WORK_OF_ROW = 4
 class RowBackend(Protocol):
     """Work on the rows of a lookup's batches; clips record their statistics. Sizes: nnz ids.
 
-    On CPU, methods that take ids raise ValueError for one outside its table.
+    On CPU, methods that take ids raise ValueError for an id outside its table.
 
     Attributes:
-        is_capturable: whether a CUDA graph can repeat the work, which reads all that changes from the device and waits
-            for nothing.
+        is_capturable: whether a CUDA graph can repeat the work: it reads all that changes from the device, and never
+            waits.
     """
 
     is_capturable: bool
@@ -59,45 +59,45 @@ class RowBackend(Protocol):
         """Finds the rows of a lookup's ids."""
 
     def sum_rows(self, backward: LookupBackward) -> RowSums:
-        """Distinct rows of a backward pass and their gradients, for the work in torch."""
+        """Finds the distinct rows of a backward pass and their gradients, for the work in torch."""
 
     def id_factors(self, backward: LookupBackward) -> Tensor:
-        """Clip factor of each id's row, float32 [nnz]."""
+        """Computes the clip factor of each id's row, float32 [nnz]."""
 
     def clipped_output_grad(self, backward: LookupBackward, l2: float) -> Tensor:
         """Computes an output gradient whose sum over each row's ids is ``clip(g + 2 * l2 * w)``.
 
-        FBGEMM adds up the output gradient over a row's ids. The row's complete gradient, L2 included, is therefore
-        written at one of its ids and zeros at the others: the sum is that gradient, and nothing is lost to rounding.
-        Bags hold at most one id, without weights. L2 is added to columns that are not clipped too. The result has the
-        gradient's shape and type.
+        FBGEMM adds up the output gradient over a row's ids. The row's complete gradient is therefore written at one of
+        its ids, and zeros at the others. Bags hold at most one id, without weights. L2 is added to columns that are not
+        clipped too. The result has the shape and dtype of the output gradient.
         """
 
     def update(self, backward: LookupBackward, adam: AdamRows) -> None:
         """Adds L2, clips and takes the latest step of Adam on the rows of a backward pass, in place.
 
-        Where rows are replayed, writes their last steps; decayed rows first catch up the decay of their second moments.
+        Under replay, the rows' last steps are written, and decayed rows first catch up the decay of their second
+        moments.
         """
 
     def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
-        """Takes the missed steps of the ids' rows, but for second moments of decayed rows; returns the rows, if found.
+        """Takes the missed steps of the ids' rows, except the decay of second moments of decayed rows.
 
-        Rows that were behind are caught up also where an id outside its table is found.
+        Returns the rows of the ids if the work has found them. Rows also catch up if an id is outside its table.
         """
 
     def pool(self, bags: LookupBags, inputs: Inputs, ids: LookupIds | None) -> tuple[Tensor | None, LookupIds | None]:
         """Looks rows up by the keyword arguments of FBGEMM's forward.
 
-        Returns its output, without a gradient; None where FBGEMM has to compute it. And the rows of the ids, if known
-        by now.
+        Returns the output, without a gradient, or None where FBGEMM has to compute it; and the rows of the ids if they
+        are known.
         """
 
     def replay(self, rows: Tensor, adam: AdamRows) -> None:
-        """Does :meth:`catch_up` for distinct rows that are behind, by their indices among all rows, int64 [n]."""
+        """Does :meth:`catch_up` for distinct rows that are behind: indices among the rows of all tables, int64 [n]."""
 
 
 class NumbaRows:
-    """The rows of a lookup on the CPU: kernels on as many threads as torch uses."""
+    """Kernels of numba, on as many threads as torch uses."""
 
     is_capturable = False
 
@@ -133,10 +133,10 @@ class NumbaRows:
         self._run(self._kernels.adam_rows, backward, *arguments)
 
     def _run(self, kernel: Any, backward: LookupBackward, *arguments: Any) -> None:
-        """Sums the rows' gradients, runs a kernel on them, in groups of tables, and records its ratios."""
+        """Sums the rows' gradients, runs a kernel on the rows of groups of tables, and records the ratios."""
         kernels, layout = self._kernels, self._numpy_layout
         bags = kernels.bags_of(backward.bags)
-        # A distinct row costs several times what an id does, and a table has about as many in every step.
+        # A table has about as many distinct rows in every step.
         groups = balanced_groups(bags.begins[1:] - bags.begins[:-1] + _WORK_OF_ROW * self._statistics.latest_rows)
         with profiled(ROW_GRADIENTS):
             id_weights = _NO_WEIGHTS if backward.id_weights is None else backward.id_weights.float().numpy()
@@ -156,7 +156,7 @@ class NumbaRows:
         groups = balanced_groups(own.begins[1:] - own.begins[:-1])
         bad = in_threads([partial(self._replay_kernels.stale_rows, group, *common) for group in groups])
         found = self._replay_kernels.join_keys(keys, own.begins, used)
-        # Rows that were marked before the bad id was found are caught up too: no row is lost.
+        # Rows that were marked before a bad id was found must catch up.
         if found:
             self._replay(keys[:found], adam, steps)
         self._lookup.raise_bad_id(bad, own.begins, own.indices)
@@ -171,7 +171,7 @@ class NumbaRows:
         self._replay(keys.numpy(), adam, to_numpy(adam.steps))
 
     def _replay(self, keys: np.ndarray, adam: AdamRows, steps: Any) -> None:
-        """Takes the missed steps of distinct rows by their keys, ``last_step << ROW_BITS | row``; sorts the keys."""
+        """Takes the missed steps of distinct rows, by keys ``last_step << ROW_BITS | row``; sorts the keys."""
         keys.sort()
         rows: Any = StaleRows(*self._replay_kernels.rows_of_keys(keys, self._numpy_layout))
         state, lr_factors, columns = to_numpy(adam.state), steps.lr_factors, steps.adam_columns
@@ -193,7 +193,7 @@ class NumbaRows:
 
 
 class TritonRows:
-    """The rows of a lookup on CUDA. Ids outside their tables are counted and become row 0, as in FBGEMM."""
+    """Kernels of Triton. Ids outside their tables are counted and become row 0, as in FBGEMM."""
 
     is_capturable = True
 
@@ -205,7 +205,7 @@ class TritonRows:
         self._lookup, self._layout, self._clips, self._statistics = lookup, layout, limits.clips, statistics
 
     def _on_own_device(self) -> AbstractContextManager[Any]:
-        """Makes the tables' device current, on which Triton launches; in new threads another one is."""
+        """Makes the tables' device current for Triton's launches; a new thread may have another current device."""
         device = self._layout.rows.device
         is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
         return torch.cuda.device(device) if is_other else nullcontext()
@@ -288,10 +288,10 @@ class TritonRows:
 
 
 class TorchRows:
-    """The rows of a lookup in torch, with the collectives that some plans and rules need. Sizes: T tables.
+    """Work in torch, with the collectives that some plans and rules need. Sizes: T tables.
 
     Attributes:
-        columns: adds up norms over column shards; None where rows are complete.
+        columns: sum of norms over column shards; None where rows are complete.
         gathers_rows: whether the ranks hold copies of the tables and exchange the rows of their batches.
         waits_for_ranks: whether a backward pass takes part in collectives even without ids.
     """
@@ -318,13 +318,13 @@ class TorchRows:
         return self._device.find_rows(bags)
 
     def sum_rows(self, backward: LookupBackward) -> RowSums:
-        """Distinct rows of a backward pass and their gradients; of replicated tables those of all ranks."""
+        """Finds the distinct rows of a backward pass and their gradients, over all ranks if tables are replicated."""
         with profiled(ROW_GRADIENTS):
             rows = self._device.sum_rows(backward)
             return torch_rows.sums_of_ranks(rows, self._lookup.process_group) if self.gathers_rows else rows
 
     def row_gradients(self, sums: RowSums) -> RowGradients:
-        """Rows as they are now, and their gradients."""
+        """Adds the current weights of the rows."""
         return torch_rows.with_weights(sums, self._layout, self._lookup.flat_weights())
 
     def id_factors(self, backward: LookupBackward) -> Tensor:
@@ -340,11 +340,10 @@ class TorchRows:
         return output_grad
 
     def dense_gradient(self, backward: LookupBackward, l2: float) -> Tensor:
-        """Gradient of the lookup's flat weights, float [sum rows * D]: rows clipped with their L2, and zeros elsewhere.
+        """Computes the gradient of the flat weights, float [sum rows * D], for a dense optimizer: clipped, with L2.
 
-        It is for tables whose gradient a dense optimizer applies. Of data-parallel tables it is the gradient of the
-        global batch, so that they need no DistributedDataParallel: ranks exchange the rows of their batches, not
-        complete tables.
+        The gradient of data-parallel tables is that of the global batch, for which ranks exchange the rows of their
+        batches, and not complete tables as DistributedDataParallel does.
         """
         grad = torch.zeros_like(self._lookup.flat_weights())
         if backward.bags.indices.numel() or self.waits_for_ranks:
@@ -365,7 +364,7 @@ class TorchRows:
         rows.grad.mul_(torch.where(self._clipped_columns(rows), factors, 1))
 
     def id_weight_grad(self, backward: LookupBackward) -> Tensor:
-        """Gradient of each id's weight in its bag's sum, float32 [nnz]: its row times the gradient of the bag."""
+        """Computes the gradient of each id's weight, float32 [nnz]: the row times the output gradient of the bag."""
         ids = backward.ids or self.find_rows(backward.bags)
         return torch_rows.weight_grads(self._layout, ids, self._lookup.flat_weights(), backward.output_grad)
 
@@ -397,9 +396,9 @@ class TorchRows:
             flat[rows.element] = torch.where(rows.inside, value, value[:, :1]).to(flat.dtype)
 
     def _mark(self, sums: RowSums, adam: AdamRows) -> Tensor:
-        """Marks rows as being at the latest step; returns the decay that their second moments missed before it, [nnz].
+        """Marks rows as being at the latest step; returns the decay of second moments that they missed before, [nnz].
 
-        Rows that only other ranks looked up take the steps that they missed first.
+        Rows that only other ranks looked up first take their missed steps.
         """
         rows, last_step = torch_rows.rows_of_sums(self._layout, sums), adam.steps.last_step
         if self.gathers_rows:
@@ -422,7 +421,7 @@ class TorchRows:
             self._device.replay(rows, adam)
 
     def factors(self, rows: RowGradients) -> Tensor:
-        """Computes the clip factor of each row, float [nnz], padded like the rows, and records their ratios."""
+        """Computes the clip factor of each row, float [nnz], padded like the rows, and records the ratios."""
         measured = self._clipped_columns(rows)
         if self._limits.scope != "row":
             return self.factors_of_norms(rows, *self.group_norms(self._table_squares(rows, measured))[:, rows.table])
@@ -441,9 +440,9 @@ class TorchRows:
         return scales_of_norms(norms, limits)
 
     def group_norms(self, squares: Tensor) -> Tensor:
-        """Adds up the tables' squared norms, float64 [2, T], to norms of each table, or of all, over all ranks."""
+        """Computes norms of each table or of all tables, over all ranks, from the tables' squares, float64 [2, T]."""
         squares = squares.where(~self._limits.excluded, 0)
-        if self._limits.scope == "global":  # ranks may hold different tables: only the sum has one shape on all ranks
+        if self._limits.scope == "global":  # before the ranks, which may hold different numbers of tables
             squares = squares.sum(1, keepdim=True)
         if self._adds_up_norms:
             dist.all_reduce(squares, group=self._lookup.process_group)
@@ -455,7 +454,7 @@ class TorchRows:
         return column < self._limits.clips.columns[rows.table][:, None]
 
     def _table_squares(self, rows: RowGradients, measured: Tensor) -> Tensor:
-        """Squared norms of each table's gradients and weights, over its rows of the batch; float64 [2, T]."""
+        """Computes squared norms of each table's gradients and weights over the batch's rows; float64 [2, T]."""
         measured = measured & rows.counts.real[:, None]
         squares = [part.double().where(measured, 0).square().sum(1) for part in (rows.grad, rows.weight)]
         zeros = torch.zeros(2, len(self._lookup.shards), dtype=torch.float64, device=measured.device)

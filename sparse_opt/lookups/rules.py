@@ -22,7 +22,7 @@ class TableRules:
     """Clip rules of tables, which bound norms of one scope."""
 
     default: ClipRule  # rule of the tables that are not named
-    # rules of others, by their names in the model; NoClip for excluded tables
+    # rules of named tables, by the tables' names in the model; NoClip for excluded tables
     by_table: Mapping[str, ClipRule] = field(default_factory=dict)
 
     def of(self, table: str) -> ClipRule:
@@ -39,7 +39,7 @@ class TableRules:
 
     @property
     def scope(self) -> Scope:
-        """What the rules bound the norm of."""
+        """Scope of the rules' norms."""
         return next((rule.scope for rule in self.limiting), "row")
 
     @property
@@ -48,7 +48,7 @@ class TableRules:
         return ", ".join(sorted({rule.name for rule in self.limiting})) or NoClip.name
 
     def unclipped(self, tables: Collection[str]) -> set[str]:
-        """Those of the tables that have no limit."""
+        """Finds the tables that have no limit."""
         return {table for table in tables if isinstance(self.of(table), NoClip)}
 
 
@@ -58,7 +58,7 @@ def table_rules(
     """Finds the rule of each table of a model; arguments as in :func:`attach_cowclip`.
 
     Raises:
-        TypeError: a rule is not one, such as a number or the class of a rule; or exclude is a string.
+        TypeError: a rule is a number, the class of a rule or another object; or exclude is a string.
         ValueError: the model has no table, a name is unknown, a table has no rule or two, or rules cannot be mixed.
     """
     if not inventory.tables:
@@ -104,9 +104,9 @@ class TableLimits:
 
     Attributes:
         per_table: limit of each table.
-        columns: columns of each table here that are measured and clipped.
+        columns: number of columns of each table here that are measured and clipped.
         clips: limits and columns of the tables, as tensors.
-        excluded: whether each table has no limit, bool [tables].
+        excluded: whether a table has no limit, bool [tables].
         clipped_column_shards: names of tables that are sharded column-wise and clipped.
     """
 

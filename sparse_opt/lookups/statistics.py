@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _BIN_BITS = 19
-"""Bits of a float32 below those that number its bin: 16 bins for each power of two."""
+"""Low bits of a float32 that do not count for its bin: 16 bins for each power of two."""
 _LEAST, _MOST = 2.0**-24, 2.0**24
 """Range of the ratios that bins tell apart."""
 
@@ -36,7 +36,7 @@ _BINS = (_bits(_MOST) >> _BIN_BITS) - _FIRST_BIN
 
 
 def bins_of(ratios: Tensor) -> Tensor:
-    """Bins of ratios, float32 >= 0: bin b has those above its lower bound and up to that of b + 1. int64."""
+    """Finds the bins, int64, of ratios, float32 >= 0. A bin excludes its lower bound and includes its upper bound."""
     # Floats >= 0 are ordered like their bits; 1 less, so that a bound belongs to the bin below it.
     return (((ratios.view(torch.int32) - 1) >> _BIN_BITS) - _FIRST_BIN).clamp_(0, _BINS - 1).long()
 
@@ -45,13 +45,13 @@ def bins_of(ratios: Tensor) -> Tensor:
 class TableStats:
     """Clip statistics of a table, over the rows whose first columns this process holds.
 
-    They are computed from the norms and limits by which the clip scales gradients. A table that every process holds is
-    counted by the first process only.
+    Only the first process counts the rows of a table that every process holds.
 
     Attributes:
-        rows: rows with a gradient since attaching or resetting; a row counts once in each step that has its id.
-        clipped_share: share of these rows whose gradient exceeded its limit, in [0, 1]; under a rule for tables the
-            gradient and the limit are the table's or those of all tables.
+        rows: number of rows with a gradient since attaching or resetting; a row counts once in each step that has its
+            id.
+        clipped_share: share of these rows whose gradient exceeded the limit, in [0, 1]. Under a rule for one table or
+            for all tables, gradient and limit are those of the table or of all tables.
         median_ratio: median of ``||g|| / limit`` over the rows of the latest step; NaN without rows.
     """
 
@@ -63,9 +63,8 @@ class TableStats:
 class ClipStatistics:
     """Counts of updated and clipped rows of a lookup's tables, and the ratios of the latest step.
 
-    ``latest_rows`` are the distinct rows of each table in the latest step, int64 [tables], zeros unless a compiled
-    kernel ran; ``outside`` are the ids outside their tables that could not be reported at once, as on CUDA, int64
-    [tables].
+    ``latest_rows`` are the numbers of distinct rows in the latest step, int64 [tables], zeros unless a kernel of numba
+    ran. ``outside`` are the numbers of ids outside their tables, int64 [tables], on CUDA, where no step can raise.
     """
 
     def __init__(self, lookup: TbeLookup):
@@ -82,12 +81,11 @@ class ClipStatistics:
         self.latest = RowResults(torch.empty(0, dtype=torch.float32, device=self._rows.device), self._rows[:0])
 
     def reset(self) -> None:
-        """Begins to count anew; the latest step remains known."""
         for counter in (self._rows, self._clipped, self._bins):
             counter.zero_()
 
     def shares_above(self, scales: Sequence[float]) -> dict[str, dict[float, float]]:
-        """Share of each table's rows whose ratio is above each scale, which is rounded to the nearest bin (3 %)."""
+        """Computes the share of each table's rows whose ratio is above each scale, rounded to the nearest bin (3 %)."""
         bins = self._bins.cpu()
         first = [((_bits(scale) + (1 << _BIN_BITS - 1)) >> _BIN_BITS) - _FIRST_BIN for scale in scales]
         return {
@@ -100,7 +98,7 @@ class ClipStatistics:
         }
 
     def _is_counted(self, shard: TableShard) -> bool:
-        return shard.first_column == 0 and not self._is_copy  # each row once, whoever else holds it or its columns
+        return shard.first_column == 0 and not self._is_copy  # a row counts once, whoever else holds its columns
 
     def record(self, ratios: Tensor, rows: RowSums | RowGradients) -> None:
         """Records ``||g|| / limit`` of each row, float [nnz], padded like the rows."""
@@ -122,8 +120,8 @@ class ClipStatistics:
         self.latest = RowResults(torch.from_numpy(values), torch.from_numpy(tables))
 
     def latest_ratios(self) -> dict[str, Tensor]:
-        """``||g|| / limit`` of each row of the latest step, float32, by table name; waits for the device."""
-        latest = self.latest  # of one step, though another thread may train meanwhile
+        """See :meth:`LookupsHandle.latest_ratios`."""
+        latest = self.latest  # read once: another thread may train meanwhile
         ratio, table = latest.ratio.cpu(), latest.table.cpu()
         return {
             shard.name: ratio[table == index]
@@ -132,12 +130,12 @@ class ClipStatistics:
         }
 
     def on_device(self) -> Tensor:
-        """Rows, clipped rows, median ratio and ids outside of each table, float64 [4, tables]."""
+        """Returns rows, clipped rows, median ratio and ids outside of each table, float64 [4, tables]."""
         counts = (self._rows, self._clipped, self._medians(), self.outside)
         return torch.stack([values.double() for values in counts])
 
     def per_table(self, values: Sequence[Sequence[float]]) -> dict[str, TableStats]:
-        """Statistics by table name, from the numbers of :meth:`on_device`."""
+        """Makes statistics by table name of the numbers of :meth:`on_device`."""
         for shard, outside in zip(self._lookup.shards, values[3], strict=True):
             if outside:
                 raise UserError(
@@ -151,7 +149,7 @@ class ClipStatistics:
         }
 
     def _medians(self) -> Tensor:
-        """Lower median of each table's latest ratios, [tables]; NaN without rows."""
+        """Computes the lower median of each table's latest ratios, [tables]; NaN without rows."""
         latest = self.latest  # as above
         if not latest.ratio.numel():
             return torch.full_like(self._rows, nan, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""One lookup of a model that is wrapped: limits and statistics of its tables, its back end, and passes that wait."""
+"""A wrapped lookup of a model: limits and statistics of its tables, its back end, and its waiting passes."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,17 +20,18 @@ from .statistics import ClipStatistics
 
 
 class WrappedLookup:
-    """Lookup under clip rules, which may limit none of its tables, and the back end that works on its batches' rows.
+    """Lookup under clip rules, and the back end that works on its rows. The rules may limit none of its tables.
 
     Args:
-        clip_columns: by table name, leading columns that are measured and clipped; all where there is none.
+        clip_columns: number of leading columns that are measured and clipped, by table name; all for other tables.
         groups: process groups of column shards, from :func:`groups_of_columns`.
 
     Attributes:
-        latest_backward: torch's number of the latest ``backward()`` that reached it; -1 before the first.
-        forward_thread: the thread of the forward pass before it, which is the one that trains; None before the first.
-        in_torch, kernels: work on its rows in torch, which every lookup can do, and in the kernels of its device.
-        rows: the back end, one of these two.
+        latest_backward: torch's number of the latest ``backward()`` that reached the lookup; -1 before the first.
+        forward_thread: thread of the forward pass before the latest ``backward()``, which is the training thread; None
+            before the first.
+        in_torch, kernels: work on rows in torch, which serves every lookup, and in the kernels of the device.
+        rows: the back end, ``in_torch`` or ``kernels``.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class WrappedLookup:
 
     @property
     def step_groups(self) -> list[ProcessGroup]:
-        """Groups in which ranks agree on a step: those that wait for each other, and those with columns of a row."""
+        """Groups whose ranks agree on a step: ranks that wait for each other, and ranks with columns of one row."""
         return [self.lookup.process_group] if self.in_torch.waits_for_ranks else self._column_partners
 
     def without_ids(self) -> LookupBackward:
@@ -71,14 +72,14 @@ class WrappedLookup:
         return LookupBackward(bags, None, torch.zeros(bags.size, dtype=torch.float32, device=device))
 
     def compile(self, work: Callable[[RowBackend, LookupBackward], Any]) -> None:
-        """Does work on no rows, for which the CPU's kernels are compiled, if this lookup works with them."""
+        """Does work on no rows, so that the CPU's kernels are compiled, if this lookup uses them."""
         if self.rows is self.kernels and not self.lookup.flat_weights().is_cuda:
             work(self.rows, self.without_ids())
 
     def begin_backward(self, *, is_repeated: bool, forward_thread: int) -> None:
-        """Warns in the second backward pass of one ``backward()``, unless passes are accumulated, or of one forward.
+        """Warns in the second backward pass of one forward pass, or of one ``backward()``, unless passes accumulate.
 
-        It raises RuntimeError in the second one of a forward pass if passes are accumulated.
+        If passes accumulate, the second backward pass of one forward pass raises RuntimeError.
         """
         if is_repeated and self.accumulation.passes > 1:
             raise RuntimeError(
@@ -106,7 +107,7 @@ class WrappedLookup:
 
 
 class Accumulation:
-    """Backward passes of a lookup that wait for the last one of their step, which has ``passes`` of them."""
+    """Backward passes of a lookup that wait until their step has ``passes`` of them."""
 
     def __init__(self, bags: BagsOfLookup):
         self.passes = 1
@@ -120,10 +121,10 @@ class Accumulation:
         self._waiting, self._finite = [], []
 
     def add(self, backward: LookupBackward, finite: Tensor | None) -> LookupBackward | None:
-        """Adds a pass; returns the passes of a step as one once they are complete, else None.
+        """Adds a pass; returns all passes of the step as one if this was the last, else None.
 
-        Bags are ordered by feature, then by pass, so that the ids of a row stay in their order. If one of the passes is
-        not finite (bool []), none has a gradient: a GradScaler skips the step of the other parameters too.
+        Bags are ordered by feature, then by pass, so that the ids of a row stay in their order. If ``finite``, bool [],
+        is false in one pass, all gradients are zeros: a GradScaler skips the step of the other parameters too.
         """
         if self.passes == 1:
             return backward
@@ -167,7 +168,7 @@ class Accumulation:
 
 
 def _copied(backward: LookupBackward) -> LookupBackward:
-    """A pass with its ids in memory of its own: after a backward pass callers may overwrite the batch."""
+    """Copies the ids of a pass, because callers may overwrite the batch after a backward pass."""
     bags, weights = backward.bags, backward.id_weights
     blocks = bags.blocks._replace(first_bag=bags.blocks.first_bag.clone())
     bags = bags._replace(indices=bags.indices.clone(), offsets=bags.offsets.clone(), blocks=blocks)

@@ -1,7 +1,6 @@
-"""Published algorithm in plain form: Adam over every row of a table at every step.
+"""The paper's algorithm in plain form: Adam over every row of a table at every step.
 
-``absent_rows = "dense"`` runs it, and tests compare the faster updates with it. V is the number of a table's rows, D
-its width.
+``absent_rows = "dense"`` runs it, and tests compare the faster updates with it. Sizes: V rows of a table, D columns.
 """
 
 from collections.abc import Iterator
@@ -53,7 +52,7 @@ def update_all_rows(
 def _norms_beyond_rows(
     wrapped: WrappedLookup, state: AdamState, batch_rows: RowGradients | None, config: AdamConfig
 ) -> list[Tensor] | None:
-    """Norms that the limits apply to, float32 [2, V] or [2, 1] of each table; None if a row's columns here suffice."""
+    """Computes norms that include other rows or ranks: float32 [2, V] or [2, 1] of each table; None if none do."""
     columns = wrapped.in_torch.columns
     if wrapped.limits.scope == "row" and columns is None:
         return None
@@ -76,7 +75,7 @@ def _norms_beyond_rows(
 def _parts(
     wrapped: WrappedLookup, state: AdamState, table: int, batch_rows: RowGradients | None
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Weights, moments, gradient and counts of a table for dense_adam_, some rows at a time."""
+    """Yields weights, moments, gradient and counts of a table for dense_adam_, some rows at a time."""
     lookup = wrapped.lookup
     views = [lookup.view_of(flat, table) for flat in state]
     tensors = (*views, *dense_gradient(batch_rows, table, lookup.weight_offsets[table], views[1]))
@@ -84,7 +83,7 @@ def _parts(
 
 
 def _record_clips(wrapped: WrappedLookup, batch_rows: RowGradients, norms: list[Tensor] | None) -> None:
-    """Records statistics of the batch's rows, whose gradients include L2; dense_adam_ computes its own factors."""
+    """Records statistics of the batch's rows, whose gradients include L2. dense_adam_ computes factors again."""
     if norms is None or wrapped.limits.scope == "row":
         wrapped.in_torch.factors(batch_rows)
     else:
@@ -114,9 +113,9 @@ def dense_adam_(
         weights, exp_avg, exp_avg_sq: the table and its moments, float [V, D].
         grad: gradient of the mean loss over the global batch, without L2, float [V, D]; zero in absent rows.
         counts: occurrences of each row in the global batch, int [V]; 1 for absent rows.
-        clip_columns: leading columns that are measured and clipped; the others are only regularised, or under FTRL.
-        alpha: FTRL's, of this table.
-        norms: norms of gradients and weights for the limit, float32 [2, V]; None to measure each row's clipped columns.
+        clip_columns: number of leading columns that are measured and clipped; under FTRL the others belong to FTRL.
+        alpha: FTRL's alpha of this table.
+        norms: norms of gradients and weights for the limit, float32 [2, V]; None for the norms of the clipped columns.
     """
     constants, values, own_grad = adam.adam_constants(config), _at_least_float32(weights), grad
     grad = grad + constants.twice_l2 * values
@@ -163,5 +162,5 @@ def dense_gradient(rows: RowGradients | None, table: int, start: int, like: Tens
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
-    """Values to compute with: in half precision a small L2 underflows."""
+    """Converts half precision, in which a small L2 underflows."""
     return values.float() if values.element_size() < 4 else values

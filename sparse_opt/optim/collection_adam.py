@@ -1,9 +1,9 @@
 """Adam on the lookups of one sharded collection, which take their steps together, and its state for checkpoints.
 
-Under replay, rows in memory may be behind. Before the model's state is taken, all rows catch up; before the optimizer's
-is taken, all moments do too. Before weights or moments are loaded, the rows whose memory they replace take the steps
-that they missed, unless others have written that memory already. So a state is right whichever part is taken first, or
-loaded first.
+Under replay, rows in memory may be behind. All rows catch up before the model's state is taken, and all moments before
+the optimizer's state is taken. Before weights or moments are loaded, the rows whose memory they replace take their
+missed steps, unless the new values are in that memory already. The states of model and optimizer may therefore be
+taken, and loaded, in either order.
 """
 
 import warnings
@@ -37,7 +37,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class UpdatedInBackward(FusedOptimizer):
-    """KeyedOptimizer of tables that the backward pass updates, at the learning rate in ``param_groups``."""
+    """KeyedOptimizer of tables that the backward pass updates at the learning rate in ``param_groups``."""
 
     def __init__(self, params: Mapping[str, Any], state: Mapping[Any, Any], groups: Sequence[dict[str, Any]]):
         super().__init__(params, state, groups)
@@ -49,7 +49,7 @@ class UpdatedInBackward(FusedOptimizer):
         """Does nothing: tables have no gradients."""
 
     def __deepcopy__(self, _: Any) -> "UpdatedInBackward":
-        """Returns itself, in a copy of a model whose forward pass is refused."""
+        """Returns itself; the forward pass of a copied model is refused."""
         return self
 
 
@@ -58,9 +58,9 @@ class CollectionAdam:
 
     Attributes:
         params: weights by path, sharded as in the model's ``state_dict()``; made by :meth:`make_state`.
-        groups: param_groups; the first one has all weights. :meth:`replace_fused` makes them.
-        of_param: entries ``exp_avg`` and ``exp_avg_sq`` of each weight, sharded like it, and ``step``. Where rows are
-            replayed, within :meth:`as_stored`, ``last_step`` in place of ``step``, and the last weight's ``lrs``.
+        groups: param_groups, of which the first one has all weights; made by :meth:`replace_fused`.
+        of_param: state of each weight: ``exp_avg`` and ``exp_avg_sq``, sharded like the weight, and ``step``. Within
+            :meth:`as_stored`, ``last_step`` replaces ``step``, and the last weight has ``lrs``.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class CollectionAdam:
     def complete_step(self) -> None:
         """Brings lookups that an interrupted backward pass left behind to the step of the others, without gradients.
 
-        It warns, or raises RuntimeError if other ranks take part in that step.
+        Warns, or raises RuntimeError if other ranks take part in that step.
         """
         step = self.step
         behind = [adam for adam in self.lookups if adam.step < step]
@@ -160,10 +160,10 @@ class CollectionAdam:
     # Hooks of the model.
 
     def hook(self, called: nn.Module) -> None:
-        """Completes steps before ``called``, the collection or what runs it, and rows before its state is used."""
+        """Completes steps before ``called``, which runs the collection, and rows before the model's state is used."""
 
         def complete(*_: Any) -> None:
-            # To an evaluation in another thread lookups may be behind whose backward is still to come.
+            # During an evaluation in another thread, the backward of some lookups may still follow.
             if any(adam.wrapped.forward_thread == get_ident() for adam in self.lookups):
                 self.complete_step()
 
@@ -222,7 +222,7 @@ class CollectionAdam:
 
     def _set_entries(self, *, stored: bool) -> None:
         """Sets the entries of the state, within :meth:`as_stored` or outside."""
-        steps = 0  # of the collection, which the first table's entry finds out
+        steps = 0  # steps of the collection, set by the first table's entry
 
         def settle() -> Tensor:
             nonlocal steps
@@ -250,7 +250,7 @@ class CollectionAdam:
                 entries[LRS] = Entry(self._stored_rates, self._restore_stored)
 
     def _flush_of(self, table: str) -> Callable[[], None]:
-        """Makes a function that brings the rows of a table up to date, before moments are replaced that they need."""
+        """Makes a function that brings the rows of a table up to date, before their moments are replaced."""
         own_name = table.rpartition(".")[2]
 
         def flush() -> None:
@@ -262,7 +262,7 @@ class CollectionAdam:
         return flush
 
     def require_entries(self, given: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raises ValueError if the ``state`` of a state_dict lacks an entry, or has one of another size."""
+        """Raises ValueError if the ``state`` of a state_dict lacks an entry, or an entry has another size."""
         for key, weight in self.params.items():
             entries, own = given.get(key, {}), self.of_param[weight]
             if missing := sorted(own.keys() - entries.keys()):
@@ -276,7 +276,7 @@ class CollectionAdam:
                 entry.check(entries[name])
 
     def _restore(self, steps: int) -> None:
-        """Declares all rows and moments, which were loaded, to be those after step ``steps``."""
+        """Declares all loaded rows and moments to be those after step ``steps``."""
         for adam in self.lookups:
             adam.step = steps
         self.history.restart(steps)
@@ -285,7 +285,7 @@ class CollectionAdam:
 
     @contextmanager
     def as_stored(self) -> Iterator[None]:
-        """Makes states hold rows as they are in memory, some of them behind, unless other ranks have parts of them."""
+        """Makes states hold rows as they are in memory, unless other ranks hold copies or columns of the rows."""
         self.complete_step()
         for adam in self.lookups:
             if adam.lookup.is_replicated or adam.lookup.splits_columns:
@@ -313,7 +313,7 @@ class CollectionAdam:
         return rates
 
     def _restore_stored(self, rates: Sequence[float]) -> None:
-        """Declares the loaded last steps of the rows to be valid, after steps with these learning rates."""
+        """Accepts the loaded last steps of the rows, and the learning rates of all steps."""
         for adam in self.lookups:
             adam.step = len(rates)
             adam.mark_behind()
@@ -327,7 +327,7 @@ class CollectionAdam:
         copy_from_first_shards(split, last_steps)
 
     def _agreed_steps(self) -> int:
-        """Steps taken, also on ranks that hold no table and took none."""
+        """Returns the number of steps, also on ranks that hold no table."""
         if self._group.size() == 1:
             return self.step
         steps = torch.tensor(self.step, device=self.history.step_scalars.step_sizes.device)
@@ -337,7 +337,7 @@ class CollectionAdam:
     # The model's fused optimizer.
 
     def require_undriven(self) -> None:
-        """Raises ValueError if a scheduler or a warm-up sets the rates of the fused optimizers already."""
+        """Raises ValueError if a scheduler or a warm-up already sets the rates of the fused optimizers."""
         sharded_with = [adam.lookup.initial_rate for adam in self.lookups]
         for group in (group for _, optimizer in fused_optimizers(self.collection) for group in optimizer.param_groups):
             if "initial_lr" in group or not any(isclose(group["lr"], rate, rel_tol=1e-6) for rate in sharded_with):
@@ -347,9 +347,9 @@ class CollectionAdam:
                 )
 
     def replace_fused(self, lr: float) -> Callable[[], None]:
-        """Makes ``fused_optimizer`` drive these tables at the rate ``lr``; returns a function that undoes it.
+        """Makes ``fused_optimizer`` drive these tables at the rate ``lr``; returns a function to undo this.
 
-        Wrappers that hold it already drive them too: they hold its param_groups, which stay.
+        Wrappers of the earlier optimizer drive the tables too, because the param_groups stay the same objects.
         """
         fused = fused_optimizers(self.collection)
         replaced = fused[:]

@@ -1,7 +1,7 @@
 """Adam for sharded embedding tables, with CowClip and coupled L2, on any device.
 
-The backward of each lookup is replaced; the lookup's fused optimizer (plain SGD, which has no state) never runs.
-FBGEMM's own Adam exists for CUDA only, updates the batch's rows only, and decays weights independently of the gradient.
+A replaced backward updates the tables, so that their fused optimizer, plain SGD without state, never runs. FBGEMM's own
+Adam exists on CUDA alone, updates the rows of the batch alone, and has no coupled L2.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,41 +31,40 @@ from .replay import require_replayable
 class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
     """Adam over all sharded tables of a model, with a clip rule; ``config.absent_rows`` sets which rows a step updates.
 
-    The tables must be sharded under plain fused SGD (``EmbOptimType.EXACT_SGD``), whose update this class replaces.
-    Data-parallel tables leave their DistributedDataParallel, and the dense optimizer must not train them:
-    ``torchrec.optim.optimizers.in_backward_optimizer_filter`` leaves them out.
+    The tables must be sharded under plain fused SGD (``EmbOptimType.EXACT_SGD``), whose update this class replaces. It
+    trains data-parallel tables too; ``torchrec.optim.optimizers.in_backward_optimizer_filter`` leaves these out of the
+    dense optimizer.
 
-    It is a KeyedOptimizer and takes the place of the model's ``fused_optimizer``, with the same state and rates.
-    :meth:`step` and :meth:`zero_grad` do nothing, because the backward pass updates the tables, with the learning rate
-    in ``param_groups`` at that time; learning rate schedulers and TorchRec's wrappers set it there.
-    GradientClippingOptimizer clips dense gradients alone, as tables have none.
+    ``EmbeddingAdam`` is a KeyedOptimizer and replaces the model's ``fused_optimizer``, which has the same state and
+    ``param_groups``. :meth:`step` and :meth:`zero_grad` do nothing, because the backward pass updates the tables at the
+    learning rate in ``param_groups``. Schedulers and TorchRec's wrappers set that rate.
 
-    The state of a table, by its weight's path, is ``exp_avg`` and ``exp_avg_sq``, float32, sharded like the weight, and
-    ``step``, int64 []. Taking it brings all rows up to date first. This state and the model's may be taken and loaded
-    in either order. The tensors share the optimizer's memory. All ranks must take and load it together. Of weights
-    under FTRL, ``exp_avg_sq`` is the sum of squared gradients, and ``exp_avg`` 0.
+    A table's state, by the path of its weight, is ``exp_avg`` and ``exp_avg_sq``, float32, sharded like the weight, and
+    ``step``, int64 []. The tensors share the optimizer's memory. Taking the state brings all rows up to date. All ranks
+    must take and load the state together, before or after the model's state. ``exp_avg_sq`` of weights under FTRL is
+    the sum of squared gradients, and their ``exp_avg`` is 0.
 
     A collection takes a step in each of its backward passes; collections may take different numbers of steps. If an
-    exception interrupts a backward pass, tables that others have left behind take that step without the batch's
-    gradients, with a warning, when the next one begins.
+    exception interrupts a backward pass, some tables have not taken its step. They take that step at the next forward
+    pass, without the gradients of the batch and with a warning.
 
-    Under ``absent_rows = "replay"`` rows catch up when a forward pass looks them up, and all rows when the model's
-    ``state_dict()`` is taken; neither changes the results of training. Call :meth:`flush` before reading or writing the
-    tables' memory in other ways; a forward pass raises RuntimeError if rows were written while steps were owed. Weights
-    that the model's ``load_state_dict`` loads are those after the latest step.
+    Under ``absent_rows = "replay"``, a row catches up when a forward pass looks it up, and all rows catch up when the
+    model's ``state_dict()`` is taken. Neither changes the results of training. Call :meth:`flush` before you read or
+    write the tables' memory in other ways. A forward pass raises RuntimeError if rows were written while they were
+    behind. Weights that ``load_state_dict`` of the model loads count as weights after the latest step.
 
     Args:
         model, rule, exclude: as in :func:`attach_cowclip`; no rule by default. Excluded tables are trained.
-        clip_columns: leading columns that are measured and clipped, for all tables or by name; bags may be of any kind.
-        lr_factors: by table, a factor of the learning rate in ``param_groups``, hence also of weight decay, and of
-            FTRL's alpha.
+        clip_columns: number of leading columns that are measured and clipped, for all tables or by name.
+        lr_factors: factors of the learning rate in ``param_groups`` and of FTRL's alpha, by table; hence also factors
+            of weight decay.
         grad_scaler: as in :func:`attach_cowclip`; a gradient of zeros takes a step too.
 
     Attributes:
         collections: Adam on the lookups of each sharded collection.
 
     Raises:
-        ValueError: as :func:`attach_cowclip`, a table has another fused optimizer or cannot be replayed, the rule
+        ValueError: as :func:`attach_cowclip`; or a table has another fused optimizer or cannot be replayed, the rule
             bounds more than a row under "replay", FTRL has no columns, or a scheduler drives the fused optimizers
             already.
     """
@@ -87,8 +86,8 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
                 " of leading columns that stay under Adam"
             )
         inventory, loss_scale = ModelInventory(model), LossScale(grad_scaler)
-        self.config, self.rule = config, NoClip() if rule is None else rule
-        rules, given = table_rules(inventory, self.rule, exclude), dict(lr_factors or {})
+        self.config, given = config, dict(lr_factors or {})
+        rules = table_rules(inventory, NoClip() if rule is None else rule, exclude)
         factors = {table: float(given[name]) for table, name in inventory.named("lr_factors", given).items()}
         _require_rates(factors, config)
         if config.absent_rows == "replay":
@@ -139,8 +138,8 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
         """Learning rate of the next step, in ``param_groups``.
 
         Raises:
-            ValueError: it is negative or not finite, or replay has set rows to rest that would move under so high a
-                rate; here and when the backward pass takes the step.
+            ValueError: the rate is negative or not finite, or so high that rows would move that replay has set to rest;
+                raised here and in the backward pass.
         """
         return self.collections[0].lr
 
@@ -155,17 +154,17 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
         super().remove()
 
     def flush(self) -> None:
-        """Brings every row and its moments up to date; has no effect unless rows are replayed."""
+        """Brings all rows and moments up to date; has no effect unless rows are replayed."""
         for adam in self.lookups:
             adam.flush()
 
     def set_ftrl_samples(self, samples: int) -> None:
-        """Sets ``wide.batch_size`` of the coming steps, as before a last, shorter batch; has no effect without FTRL."""
+        """Sets ``wide.batch_size`` of the coming steps, for a last, shorter batch; has no effect without FTRL."""
         for adam in self.lookups:
             adam.set_ftrl_samples(samples)
 
     def catch_up(self, table: str, rows: Tensor) -> None:
-        """Brings rows of a table (distinct, int64 [n]) up to date, as far as they are replayed and held here."""
+        """Brings distinct rows of a table, int64 [n], up to date if this process holds them and they are replayed."""
         for adam in self.lookups:
             for number, shard in enumerate(adam.lookup.shards):
                 if adam.replays and table in (shard.name, shard.table.own_name):
@@ -177,12 +176,12 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
     def as_stored(self) -> Iterator[None]:
         """Makes states hold replayed rows as they are in memory, some of them behind, for checkpoints without waiting.
 
-        Take the model's state and this optimizer's within it, and load both within it. In place of ``step`` a table
-        then has ``last_step``, int32 [rows, 1] (see :class:`DeviceSteps`), and the last table of each collection
-        ``lrs``, a list of the learning rates of all steps.
+        Take the states of the model and of this optimizer within ``as_stored``, and load both within ``as_stored``. In
+        place of ``step``, a table then has ``last_step``, int32 [rows, 1] (see :class:`DeviceSteps`), and the last
+        table of each collection has ``lrs``, a list of the learning rates of all steps.
 
-        Load them into an optimizer with the same ``config``, ``rule`` and ``lr_factors``, which are not checked: rows
-        that are behind take their missed steps by these.
+        The optimizer that loads them needs the same ``config``, ``rule`` and ``lr_factors``, which are not checked:
+        rows that are behind take their missed steps by these values.
         """
         with ExitStack() as stack:
             for collection in self.collections:
@@ -193,8 +192,8 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
         """Loads a state that is sharded like this optimizer's.
 
         Raises:
-            ValueError: a table or entry is missing or of another size; or the state was taken within :meth:`as_stored`
-                and is loaded elsewhere, or the reverse.
+            ValueError: a table or entry is missing or has another size, or the state was either taken or loaded within
+                :meth:`as_stored`, but not both.
         """
         for collection in self.collections:
             collection.require_entries(state_dict["state"])
@@ -206,7 +205,7 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
 
     @property
     def steps(self) -> int:
-        """Most steps that a collection has taken. Setting it declares all rows to be those after that step."""
+        """Largest number of steps of a collection. Setting it declares all rows to be those after that step."""
         return max((collection.step for collection in self.collections), default=0)
 
     @steps.setter
@@ -227,19 +226,19 @@ def _require_rates(factors: Mapping[str, float], config: AdamConfig) -> None:
 
 
 class GraphedSteps:
-    """What the host does for the steps of ``adam`` that a CUDA graph repeats."""
+    """Work of the host for the steps of ``adam`` that a CUDA graph repeats."""
 
     def __init__(self, adam: EmbeddingAdam):
         self._adam = adam
 
     @property
     def are_possible(self) -> bool:
-        """True if a graph can repeat a step: it reads all that changes from the device, and waits for nothing."""
+        """True if a graph can repeat a step: the step reads all that changes from the device, and never waits."""
         adam = self._adam
         return adam.config.absent_rows != "dense" and all(lookup.wrapped.rows.is_capturable for lookup in adam.lookups)
 
     def prepare(self) -> None:
-        """Prepares the device for the coming step; call it before the capture and each replay of the graph."""
+        """Prepares the device for the coming step, before the capture and before each replay of the graph."""
         for collection in self._adam.collections:
             collection.history.prepare(collection.step + 1, collection.lr)
 
@@ -250,7 +249,7 @@ class GraphedSteps:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Takes back what the host counts while a step is captured, since none is taken."""
+        """Takes back what the host counts while a step is captured, because the step is not taken."""
         with ExitStack() as stack:
             for collection in self._adam.collections:
                 stack.callback(collection.history.forget_after, collection.step)
@@ -259,9 +258,9 @@ class GraphedSteps:
             yield
 
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of the tensors that the graph reads; capture it again when one has changed."""
+        """Addresses of the tensors that the graph reads; a changed address needs a new capture."""
         return tuple(tensor.data_ptr() for adam in self._adam.lookups for tensor in adam.replaceable())
 
     def read_by_graph(self) -> tuple[Tensor, ...]:
-        """Tensors of the graph, which must hold them as long as it is replayed."""
+        """Tensors that must live as long as the graph is replayed."""
         return tuple(tensor for adam in self._adam.lookups for tensor in adam.read_by_graph())

@@ -1,4 +1,4 @@
-"""Adam on the rows of one lookup: the step that its backward takes, and the steps that absent rows catch up with."""
+"""Adam on the rows of one lookup: the step that its backward takes, and the missed steps of absent rows."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,13 +28,13 @@ _NO_SCALARS = AdamScalars(0.0, 0.0, 0.0)
 class LookupAdam:
     """Moments and step count of one lookup, and its Adam step.
 
-    Under ``absent_rows = "replay"`` a row without an id in the batch takes its step later: its change, by L2, by its
-    first moment and by weight decay, depends only on the row and the learning rates of the steps. It is computed when
-    the row's id occurs again, when the row is evaluated, or when the table is read.
+    Under ``absent_rows = "replay"``, an absent row takes its step later, when a forward pass looks the row up or when
+    the table is read. The step, by L2, the first moment and weight decay, depends only on the row and on the learning
+    rates of the missed steps.
 
     Args:
-        lr_factors: factors of the tables' learning rates, by name; 1 for those that are not named.
-        lr: called in a backward pass, for the learning rate of its step.
+        lr_factors: factors of the tables' learning rates, by name; 1 for other tables.
+        lr: function that returns the learning rate, called in a backward pass.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class LookupAdam:
         self._clips_absent = any(absent_clip_binds(limit, config) for limit in limits)
         self._thresholds = rest_thresholds(config, max(self._lr_factors.tolist()), limits)
         self._captured: RowResults | None = None
-        # Version of the weights' memory that the optimizer wrote last; None while managed collision writes rows.
+        # Version of the weights' memory after the optimizer's latest write; None while managed collision writes rows.
         self._seen: int | None = self.lookup.parameter._version
-        # Step at which no row was behind: as long as it is the latest one, others may write rows.
+        # Step at which no row was behind. While this is the latest step, others may write rows.
         self._current_at = 0
-        self._lock = RLock()  # another thread may evaluate meanwhile, which catches rows up too
+        self._lock = RLock()  # another thread may evaluate meanwhile, which makes rows catch up too
 
     def set_ftrl_samples(self, samples: int) -> None:
         if self._config.wide and self._config.wide.batch_size != samples:
@@ -108,7 +108,7 @@ class LookupAdam:
         return AdamRows(self.state, self._constants, self._thresholds, self._device_steps, *numbers)
 
     def look_up(self, loss_scale: LossScale, forward: Forward, inputs: Inputs) -> Tensor:
-        """Forward of the lookup: its rows catch up and are looked up; the backward then updates them."""
+        """Runs the forward of the lookup: rows catch up and are looked up. The backward then updates them."""
         bags = self.wrapped.bags.of(inputs)
         with torch.no_grad():
             caught_up = self.catch_up(bags)
@@ -126,7 +126,7 @@ class LookupAdam:
         return look_up_replaced(output, self.wrapped, bags, inputs, ReplacedUpdate(update), loss_scale, ids)
 
     def update(self, backward: LookupBackward, lr: float, step_of_forward: int) -> None:
-        """Takes a step; ``step_of_forward`` is the one that the forward pass brought the rows to."""
+        """Takes a step; ``step_of_forward`` is the step to which the forward pass brought the rows."""
         with self.writing():
             if step_of_forward < self._step:
                 self.catch_up(backward.bags)
@@ -161,13 +161,13 @@ class LookupAdam:
             self.wrapped.rows.update(backward, self._rows(scalars))
 
     def catch_up(self, bags: LookupBags) -> LookupIds | None:
-        """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them."""
+        """Takes the missed steps of the rows that a forward pass looks up; returns the rows if the work found them."""
         with self.writing():
             return self.wrapped.rows.catch_up(bags, self._rows()) if self.replays else None
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Lets the optimizer write rows; torch counts the writes of all tensors that share the weights' memory."""
+        """Marks writes of rows as the optimizer's; torch counts writes of all tensors in the weights' memory."""
         with self._lock:
             self._require_unwritten()
             try:
@@ -180,7 +180,7 @@ class LookupAdam:
         return self._seen not in (None, self.lookup.parameter._version)
 
     def accept_writes(self) -> None:
-        """Takes the rows as they are for the optimizer's own."""
+        """Accepts the rows as they are in memory."""
         self._seen = self.lookup.parameter._version
 
     def _require_unwritten(self) -> None:
@@ -197,7 +197,7 @@ class LookupAdam:
         self.flush()  # what was written may have been at rest
 
     def catch_up_rows(self, rows: Tensor) -> None:
-        """Takes the missed steps of distinct rows, int64 [n], but for the second moments of decayed rows."""
+        """Takes the missed steps of distinct rows, int64 [n], except the decay of second moments of decayed rows."""
         with self.writing():
             behind = rows[is_behind(self.last_step[rows], self._step)]
             if len(behind):
@@ -219,7 +219,7 @@ class LookupAdam:
                     self.wrapped.rows.replay(behind, self._rows())
 
     def flush(self) -> None:
-        """Brings every row and all its moments to the latest step; has no effect unless rows are replayed."""
+        """Brings all rows and moments to the latest step; has no effect unless rows are replayed."""
         for table in range(len(self.lookup.shards)):
             self.flush_table(table)
         self._current_at = self._step
@@ -235,9 +235,9 @@ class LookupAdam:
             last.fill_(self._step)
 
     def flush_before_loading(self, loaded: Collection[int]) -> None:
-        """Does :meth:`flush` before weights are loaded, of tables whose memory begins at the addresses ``loaded``.
+        """Does :meth:`flush` before weights are loaded into tables whose memory begins at the addresses ``loaded``.
 
-        If others have written rows, such tables hold what is to be loaded, and take no step that they missed.
+        If others have written rows, these tables hold the new weights already, and miss no step.
         """
         if self.is_written:
             self.accept_writes()
@@ -248,22 +248,25 @@ class LookupAdam:
         self.flush()
 
     def last_step_of(self, table: int) -> Tensor:
-        """:attr:`last_step` of one table's rows, in the same memory."""
+        """Returns :attr:`last_step` of one table's rows, in the same memory."""
         first = int(self.wrapped.layout.first_row[table])
         return self.last_step[first : first + self.lookup.shards[table].rows]
 
     def mark_current(self) -> None:
-        """Declares all rows, as they are, to be at the latest step."""
+        """Declares all rows to be at the latest step."""
         self.last_step.fill_(self._step)
         self._current_at = self._step
         self.accept_writes()
 
     def mark_behind(self) -> None:
-        """Declares rows to be at the steps that :attr:`last_step` has, which may be earlier ones."""
+        """Declares rows to be at the steps in :attr:`last_step`, which may be earlier ones."""
         self._current_at = -1
 
     def forget(self, elements: Tensor, shard: Tensor, row: Tensor) -> None:
-        """Resets the state of rows that new ids got: elements of flat tensors, [n, D]; shards and rows in them, [n]."""
+        """Resets the state of rows of new ids.
+
+        ``elements`` are indices in flat tensors, [n, D], ``shard`` and ``row`` the shards and the rows in them, [n].
+        """
         self.exp_avg[elements] = 0
         self.exp_avg_sq[elements] = 0
         if self.replays:
@@ -271,21 +274,21 @@ class LookupAdam:
             self.last_step[rows] = self._step
 
     def forget_rows(self, table: int, rows: Tensor) -> None:
-        """Does :meth:`forget` for rows of one table, int64 [n], whose weights managed collision then writes."""
+        """Does :meth:`forget` for rows of one table, int64 [n], before managed collision writes the rows' weights."""
         self._seen = None
         row, dim = rows.to(self.last_step.device), self.lookup.shards[table].embedding_dim
         elements = self.lookup.weight_offsets[table] + row[:, None] * dim
         self.forget(elements + torch.arange(dim, device=row.device), torch.full_like(row, table), row)
 
     def count_step(self) -> None:
-        """Counts a step that a captured CUDA graph has taken, in which no code of this class ran."""
+        """Counts a step that a captured CUDA graph has taken."""
         self._step += 1
         if self._captured:
             self.wrapped.statistics.latest = self._captured
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Takes back what the host counts within, because the kernels are recorded but do not run."""
+        """Takes back what the host counts while kernels are recorded, because they do not run."""
         statistics = self.wrapped.statistics
         step, latest, self._captured = self._step, statistics.latest, None
         try:
@@ -295,9 +298,9 @@ class LookupAdam:
             self._step, statistics.latest = step, latest
 
     def replaceable(self) -> tuple[Tensor, ...]:
-        """Tensors that a step reads and writes and that may be replaced by others after some steps."""
+        """Tensors that a step uses, and that others may replace after some steps."""
         return *self.state, *self._device_steps
 
     def read_by_graph(self) -> tuple[Tensor, ...]:
-        """Tensors that a captured CUDA graph of a step reads and that nothing else may hold any more."""
+        """Tensors that a captured CUDA graph of a step reads, and that nothing else may keep alive."""
         return *self.replaceable(), *self.wrapped.bags.tensors

@@ -1,4 +1,4 @@
-"""Replay of missed steps: which tables and rules allow it, when a row has decayed, and the steps that were taken."""
+"""Replay of missed steps: rules that allow it, thresholds of decayed rows, and the learning rates of all steps."""
 
 from collections.abc import Iterable, Sequence
 from math import inf, log
@@ -16,21 +16,22 @@ from ..kernels.layout import RestThresholds, StepScalars
 from ..lookups.rules import TableRules
 
 DECAYED = 1e-11
-"""Largest weight that has decayed where L2 draws it to zero; likewise the change that a first moment still causes."""
+"""Largest decayed weight under L2, which draws weights to zero; also the largest change by a decayed first moment."""
 DECAYED_WITHOUT_L2 = 1e-20
-"""Without L2 a weight keeps what its first moment adds, so that change must be below the weight's last digit."""
+"""The same without L2: a weight keeps that change, which must therefore be below the weight's last digit."""
 DECAYED_SHARE_OF_FLOOR = 1e-6
-"""Largest share of the clip's floor that a decayed weight may have: its norm then does not affect the limit."""
+"""Largest decayed weight as a share of the clip's floor, so that the weight's norm does not affect the limit."""
 _RISE = 1000
-"""How far a rate may rise above ``AdamConfig.lr``; times :data:`DECAYED` it is too small to change a weight of 0.1."""
+"""Largest learning rate of a schedule divided by ``AdamConfig.lr``; times :data:`DECAYED`, the change of a weight of
+0.1 is below the weight's last digit."""
 _AHEAD = 1024
 """Steps whose scalars are written at a time while the learning rate stays the same."""
 _NOTHING = 2.0**-54
-"""What is less than this leaves 1 as it is."""
+"""Largest number whose subtraction from 1 gives 1."""
 
 
 def require_replayable(rules: TableRules, config: AdamConfig, column_wise: Iterable[str]) -> None:
-    """Raises ValueError, on all ranks alike, for a rule or ``column_wise`` tables that cannot be replayed."""
+    """Raises ValueError on all ranks if the rule or one of the ``column_wise`` tables does not allow replay."""
     if rules.scope != "row":
         raise UserError(
             f"clip.rule = {rules.name!r} needs the norm of every row in every step, which absent_rows ="
@@ -45,18 +46,18 @@ def require_replayable(rules: TableRules, config: AdamConfig, column_wise: Itera
 
 
 def absent_clip_binds(limit: RowLimit, config: AdamConfig) -> bool:
-    """True if L2's gradient of an absent row may exceed its limit, which is at least r * ||w|| (one occurrence)."""
+    """True if the L2 gradient of an absent row may exceed the row's limit, at least r * ||w|| (one occurrence)."""
     return 2 * config.l2 > 0.999 * limit.r and config.l2 > 0 and limit.floor < inf
 
 
 def log_beta2(config: AdamConfig) -> float:
-    """Logarithm of the decay of the second moment in a step, in the kernels' float32; there a small one may be 0."""
+    """Logarithm of beta2 in float32, which the kernels use and in which a small beta2 may be 0."""
     beta2 = np.float32(config.betas[1])
     return log(beta2) if beta2 > 0 else -inf
 
 
 def rest_thresholds(config: AdamConfig, largest_lr_factor: float, limits: Sequence[RowLimit]) -> RestThresholds:
-    """Thresholds of the rows of a lookup, whose tables have these limits and at most this factor of the rate."""
+    """Computes thresholds for the rows of a lookup with these limits of its tables and this largest factor of lr."""
     constants = adam_constants(config)
     weight = _decayed_weight(config, config.lr * largest_lr_factor, [limit.floor for limit in limits])
     # A rate of 0 may be followed by another one, under which moments move weights again.
@@ -64,24 +65,23 @@ def rest_thresholds(config: AdamConfig, largest_lr_factor: float, limits: Sequen
 
 
 def largest_rate(config: AdamConfig, lr_factors: Iterable[float]) -> float:
-    """Largest learning rate of a run whose rows are at rest by the thresholds of ``config.lr``.
+    """Computes the largest learning rate of a run under the thresholds of ``config.lr``.
 
-    A row at rest moves by less than :data:`DECAYED` at ``config.lr``, and by less than float32 shows at this rate.
+    A decayed row moves by less than :data:`DECAYED` at ``config.lr``, and by less than float32 shows at this rate.
     """
     converging = _converging_rate(config)
-    # Elsewhere only zero itself is at rest.
+    # In other tables, only weights of zero have decayed.
     factors = [factor for factor in (1.0, *lr_factors) if factor > 0 and config.lr * factor <= converging]
     return min(config.lr * _RISE or inf, *(converging / factor for factor in factors), inf)
 
 
 def _converging_rate(config: AdamConfig) -> float:
-    """Largest learning rate under which L2 draws a tiny weight to zero, with a margin.
+    """Computes the largest learning rate under which L2 draws a tiny weight to zero, with a margin.
 
-    Near zero, Adam under L2 is the heavy-ball method on ``l2 * w^2`` with step ``lr / (sqrt(v) + eps)``, at most
-    ``lr / eps``. It converges where ``2 * l2 * lr / eps < (2 - d) * (1 + b1) / (1 - b1)``, d being the weight decay of
-    a step (Polyak 1964, with the moment's factor 1 - b1; with d by Jury's conditions on ``z^2 - (1 - d + b1 - a) * z +
-    b1 * (1 - d)``, ``a = (1 - b1) * 2 * l2 * lr / eps``); elsewhere a tiny row may grow again once its second moment
-    has decayed.
+    Near zero, Adam under L2 is the heavy-ball method on ``l2 * w^2`` with steps of at most ``lr / eps``. Let d be the
+    weight decay of a step. The method converges if ``2 * l2 * lr / eps < (2 - d) * (1 + b1) / (1 - b1)``; otherwise, a
+    tiny row may grow again once its second moment has decayed. Source: Polyak 1964, with the moment's factor 1 - b1;
+    with d, Jury's conditions on ``z^2 - (1 - d + b1 - a) * z + b1 * (1 - d)``, ``a = (1 - b1) * 2 * l2 * lr / eps``.
     """
     if config.l2 == 0:
         return inf
@@ -90,7 +90,7 @@ def _converging_rate(config: AdamConfig) -> float:
 
 
 def _decayed_weight(config: AdamConfig, lr: float, floors: Sequence[float]) -> float:
-    """Largest weight that has decayed; 0 if only zero itself has."""
+    """Computes the largest decayed weight; 0 if a weight may grow again."""
     if config.l2 == 0:
         return DECAYED_WITHOUT_L2
     if lr > _converging_rate(config):
@@ -99,7 +99,7 @@ def _decayed_weight(config: AdamConfig, lr: float, floors: Sequence[float]) -> f
 
 
 class StepHistory:
-    """Learning rates of the steps so far, and Adam's scalars of these and the coming steps on the device."""
+    """Learning rates of all steps so far, and Adam's scalars of these and of coming steps on the device."""
 
     def __init__(self, config: AdamConfig, device: torch.device):
         self._config = config
@@ -115,19 +115,19 @@ class StepHistory:
         return self._config.absent_rows == "replay"
 
     def scalars(self, step: int, lr: Any) -> AdamScalars:
-        """Adam's scalars of step ``step``, from 1, at a rate or at each of several."""
+        """Computes Adam's scalars of step ``step``, from 1, at one rate or an array of rates."""
         return adam_scalars(self._config, lr, step)
 
     @property
     def lrs(self) -> Tensor:
-        """Learning rate of each step so far, float64 [steps], on CPU; shares the history's memory."""
+        """Learning rates of all steps so far, float64 [steps], on CPU, in the history's memory."""
         return torch.from_numpy(self._lrs[: self._steps])
 
     def prepare(self, step: int, lr: float) -> None:
-        """Writes the scalars of step ``step``, from 1, and of steps after it without waiting for the device."""
+        """Writes the scalars of step ``step``, from 1, and of later steps, without waiting for the device."""
         if lr == self._scheduled_lr and step <= self._scheduled:
             return
-        # A rate that has changed may change in every step.
+        # A rate that has changed may change again in the next step.
         count = _AHEAD if lr == self._scheduled_lr else 1
         self._scheduled, self._scheduled_lr = step - 1 + count, lr
         self._reserve(self._scheduled)
@@ -150,11 +150,11 @@ class StepHistory:
         self._steps = min(self._steps, step)
 
     def return_to(self, step: int) -> None:
-        """Makes step ``step`` the latest that has been scheduled: those after it may have other learning rates."""
+        """Forgets the scalars of steps after ``step``, whose learning rates may change."""
         self._scheduled = min(self._scheduled, step)
 
     def restart(self, steps: int) -> None:
-        """Begins after step ``steps``; no row may be behind it."""
+        """Begins after step ``steps``, when no row is behind."""
         self._lrs, self._steps = np.zeros(steps), steps
         self._scheduled = steps
         self._reserve(steps)

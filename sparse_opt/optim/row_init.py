@@ -1,6 +1,6 @@
 """Initialization of rows that are given to new ids: weights, which depend on the id alone, and optimizer state.
 
-Sizes: n new rows, D columns of a row's embedding, P columns of the stored row.
+Sizes: n new rows, D columns of a row's embedding.
 """
 
 import hashlib
@@ -31,27 +31,27 @@ _CHUNK = 1 << 16
 
 
 class RowInitializer:
-    """Resets the rows of new ids in a sharded model, on whichever rank they are stored. All ranks make it together.
+    """Resets the rows of new ids in a sharded model, on the ranks that store them. All ranks make it together.
 
     Weights are N(0, std) in the leading columns and 0 in the others. They are computed from (seed, table, feature, id),
-    so that neither the row's number nor the sharding plan changes them; the row's optimizer state becomes 0.
+    so that they depend neither on the row's number nor on the sharding plan. The row's optimizer state becomes 0.
 
-    Batches may be translated any number of steps ahead if each one's rows are reset immediately before its own training
-    forward. Earlier, a batch that still waits may train a row as that of another id.
+    Batches may be translated any number of steps ahead. The new rows of a batch must be reset immediately before the
+    training forward of that batch: before, a waiting batch may still train such a row as that of another id.
 
     Args:
-        optimizer: :class:`EmbeddingAdam` if it trains the tables, else None; states of FBGEMM's fused optimizers are
-            found in the model.
-        tables: names of the model's tables, in the order of :attr:`NewRows.table`; one that several collections have
+        optimizer: the :class:`EmbeddingAdam` that trains the tables, or None under FBGEMM's fused optimizers.
+        tables: names of the model's tables, in the order of :attr:`NewRows.table`; a name that several collections have
             stands for the tables of all of them.
-        columns: D, leading columns that get random values, of all tables or of each.
-        seed: at least 0.
+        columns: D, number of leading columns that get random values, of all tables or of each.
+        std: standard deviation of the random values.
+        seed: seed of the random values.
 
     Raises:
-        TypeError: ``optimizer`` is another or a wrapper, or ``tables`` is a string.
-        ValueError: the model has no table of a name, or rows of it that cannot be reset; EmbeddingAdam trains a table
-            and is not ``optimizer``, or the reverse; or without ``optimizer`` a table is data-parallel, whose state is
-            that of an optimizer that the model does not know.
+        TypeError: ``optimizer`` is another optimizer or a wrapper, or ``tables`` is a string.
+        ValueError: the model has no table of a name, or a table's rows cannot be reset; an EmbeddingAdam that is not
+            ``optimizer`` trains a table, or ``optimizer`` does not train it; or without ``optimizer`` a table is
+            data-parallel, so that its optimizer is unknown.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class RowInitializer:
 
     @torch.no_grad()
     def reset(self, new_rows: NewRows) -> None:
-        """Resets those of a batch's new rows that this rank stores. Call it immediately before the batch's forward.
+        """Resets a batch's new rows that this rank stores, immediately before the batch's forward.
 
         Raises:
-            ValueError: the batch of the call before has not begun its training step, a batch was looked up before the
-                model was called, rows may belong to ids of passes that wait for their step, a table lacks a row, or it
-                has got another optimizer or other lookups since.
+            ValueError: the batch of the previous call has not begun its training step, a batch was looked up before the
+                model was called, rows may belong to ids of waiting backward passes, a table lacks a row, or a table has
+                another optimizer or other lookups now.
         """
         self._require_unchanged()
         self._require_rows(new_rows)
@@ -172,7 +172,7 @@ class RowInitializer:
             )
 
     def _require_unchanged(self) -> None:
-        """Raises ValueError unless tables are under the optimizer, and in the lookups, that this was made with."""
+        """Raises ValueError if tables have another optimizer or other lookups than when this object was made."""
         for collection, (table, lookups) in self._made_with.items():
             attached = attached_to(collection)
             trained_by = attached if isinstance(attached, EmbeddingAdam) else None
@@ -203,7 +203,7 @@ class RowInitializer:
 
 
 def initial_rows(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, columns: int, std: float) -> np.ndarray:
-    """Initial embeddings of ids, float32 [n, D], N(0, std), from a hash of (key of the table, feature, id, column).
+    """Computes embeddings of new ids, float32 [n, D], N(0, std), from a hash of (table's key, feature, id, column).
 
     Source: splitmix64 for the bits, Box and Muller (1958) for the normal numbers; none exceeds 5.8 deviations.
     """
@@ -230,13 +230,13 @@ def _draw(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, std: float, o
 class _ShardGroup:
     """Shards of one lookup, each of a different table, that begin at the same column and are equally wide."""
 
-    lookup: TbeLookup  # the lookup that contains them
-    adam: LookupAdam | None  # its part of EmbeddingAdam, if it has one
-    shards: list[int]  # their numbers in the lookup
+    lookup: TbeLookup  # the lookup that holds the shards
+    adam: LookupAdam | None  # Adam of the lookup under EmbeddingAdam
+    shards: list[int]  # numbers of the shards in the lookup
     index_of_table: Tensor  # index in ``shards`` of each id table's shard, int64 [T], -1 for none
-    first_row: Tensor  # first row in the table, rows, and first element in the flat weights, int64 [shards]
-    rows: Tensor  # first row in the table, rows, and first element in the flat weights, int64 [shards]
-    start: Tensor  # first row in the table, rows, and first element in the flat weights, int64 [shards]
+    first_row: Tensor  # each shard's first row in its table, int64 [shards]
+    rows: Tensor  # rows of each shard, int64 [shards]
+    start: Tensor  # each shard's first element in the flat weights, int64 [shards]
     columns: slice  # columns of the table's row that the shards store
 
     @staticmethod
@@ -247,7 +247,7 @@ class _ShardGroup:
         tables: Sequence[str],
         named: Mapping[str, str],
     ) -> "_ShardGroup":
-        """Groups shards; ``tables`` has names of a user, which ``named`` gives for names in the model."""
+        """Makes a group; ``named`` has the user's name, as in ``tables``, by a table's name in the model."""
         held = [lookup.shards[shard] for shard in shards]
         names = [named.get(shard.name) for shard in held]
         indices = [names.index(table) if table in names else -1 for table in tables]
@@ -264,7 +264,7 @@ class _ShardGroup:
         )
 
     def reset(self, table: Tensor, row: Tensor, values: Tensor) -> None:
-        """Sets those of the rows [n] that are in these shards to ``values``, float32 [n, D], all on the CPU."""
+        """Sets the rows [n] that are in these shards to ``values``, float32 [n, D], all on the CPU."""
         index = self.index_of_table[table]
         local = row - self.first_row[index]
         found = ((index >= 0) & (local >= 0) & (local < self.rows[index])).nonzero().flatten()

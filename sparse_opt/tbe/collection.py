@@ -1,4 +1,4 @@
-"""What is changed of a sharded collection: the DDP of its lookups, its optimizer and rates, and the exchange of ids."""
+"""Changes of a sharded collection: DDP of its lookups, its optimizer and rates, and its forward on one process."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -19,26 +19,26 @@ from .inventory import ModelInventory
 from .plan import ShardedCollection
 
 _DDP_ARGUMENTS = ("device_ids", "process_group", "gradient_as_bucket_view", "static_graph")
-"""Of torch's DistributedDataParallel, those that TorchRec gives unlike the defaults; attributes keep their values."""
+"""Arguments of DistributedDataParallel that TorchRec sets; the module has their values as attributes."""
 _UPDATED_IN_BACKWARD = "_in_backward_optimizers"
 """Attribute by which ``torchrec.optim.optimizers.in_backward_optimizer_filter`` tells fused tables from others."""
 
 
 def device_of(collection: ShardedCollection) -> torch.device:
-    """Device of a collection; the parameters of a rank without tables are placeholders on the CPU."""
+    """Device of a collection, whose parameters on a rank without tables are placeholders on the CPU."""
     return torch.device(collection._device or "cpu")
 
 
 def is_pruned(called: nn.Module) -> bool:
-    """True for a module of :attr:`ModelInventory.called` that prunes its tables (ITEP): rows are given to other ids."""
+    """True if a module of :attr:`ModelInventory.called` prunes its tables (ITEP), which gives rows to other ids."""
     return hasattr(called, "_itep_module")
 
 
 def leave_ddp(collection: ShardedCollection, kernels: Collection[nn.Module]) -> Callable[[], None]:
-    """Unwraps replicated lookups that hold some of these kernels from the DDP that all-reduces their complete tables.
+    """Unwraps replicated lookups with some of these kernels from DDP, which would all-reduce complete tables.
 
-    Returns a function to undo it, in a new DDP: the old one would have counted the backward passes that it did not see,
-    and by its ``static_graph`` never reduce again. All ranks hold the same weights, so that nothing is sent.
+    Returns a function that wraps them in a new DDP. The old one, with ``static_graph``, has counted the backward passes
+    without it and would never reduce again. All ranks hold the same weights, so that the new one sends nothing.
     """
     again: list[tuple[int, nn.Module, Callable[[], nn.Module]]] = []
     for index, wrapped in enumerate(collection._lookups):
@@ -56,13 +56,13 @@ def leave_ddp(collection: ShardedCollection, kernels: Collection[nn.Module]) -> 
 
 
 def fused_optimizers(collection: ShardedCollection) -> list[tuple[str, KeyedOptimizer]]:
-    """The parts of a collection's ``fused_optimizer``, which it and the model's read anew in each call."""
+    """Parts of a collection's ``fused_optimizer``, a list that every call of the optimizer reads anew."""
     optimizers: list[tuple[str, KeyedOptimizer]] = collection.fused_optimizer.optimizers
     return optimizers
 
 
 def mark_updated_in_backward(collection: ShardedCollection, optimizer: KeyedOptimizer) -> Callable[[], None]:
-    """Marks dense tables as fused, which TorchRec's recipe leaves to ``optimizer``; returns a function to undo it."""
+    """Marks dense tables as fused, so that TorchRec's recipe leaves them to ``optimizer``; returns an undo function."""
     dense = [weight for weight in collection.parameters() if not hasattr(weight, _UPDATED_IN_BACKWARD)]
     for weight in dense:
         setattr(weight, _UPDATED_IN_BACKWARD, [optimizer])
@@ -75,7 +75,7 @@ def mark_updated_in_backward(collection: ShardedCollection, optimizer: KeyedOpti
 
 
 def set_initial_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
-    """Sets the first learning rates of an unsharded model's tables; different rates are looked up separately."""
+    """Sets initial learning rates of an unsharded model's tables; tables of different rates become separate lookups."""
     for collection in model.modules():
         if isinstance(collection, EmbeddingBagCollection):
             for table, rate in rates.items():
@@ -83,20 +83,20 @@ def set_initial_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
 
 
 def set_rates(optimizer: Any, lr: float, factors: Mapping[str, float]) -> None:
-    """Sets the rates of a model's ``fused_optimizer``: ``lr`` times the factor of the table, by name, or 1."""
+    """Sets the rates of a model's ``fused_optimizer``: ``lr`` times the table's factor, by name, or times 1."""
     table_of = {id(weight): key.split(".")[-2] for key, weight in optimizer.params.items()}
     for group in optimizer.param_groups:
         group["lr"] = lr * factors.get(table_of[id(group["params"][0])], 1.0)
-    optimizer.step()  # updates nothing: hands the rates to the tables
+    optimizer.step()  # hands the rates to the tables, and updates nothing
 
 
 def look_up_directly(model: nn.Module) -> None:
     """Replaces the forward of each sharded collection by calls of its lookups; outputs and gradients are bit-equal.
 
-    TorchRec exchanges ids and rows with one rank too, which costs host time and waits for the device in every step. The
-    first forward of a collection remains TorchRec's, which checks the features and finds their order. TorchRec's
-    forward also remains where it does more than the exchange: with several ranks, where it joins column shards, and
-    where it divides row-wise sums by the lengths of the bags (mean pooling).
+    TorchRec exchanges ids and rows on one rank too, which costs host time and waits for the device in every step. The
+    first forward of a collection stays TorchRec's, which checks the features and finds their order. TorchRec's forward
+    also stays where it does more than this exchange: with several ranks, with column shards, and with mean pooling of
+    row-wise tables.
     """
     for collection in ModelInventory(model).collections.values():
         if isinstance(collection, ShardedEmbeddingBagCollection) and only_exchanges(collection):
@@ -134,7 +134,7 @@ def _look_up(
 
 
 def _pooled(lookup: Any, features: KeyedJaggedTensor) -> torch.Tensor:
-    """Pooled rows of a sharding's features, [B, sum D], straight from its module of FBGEMM if it has a single one."""
+    """Pools a sharding's features to [B, sum D], by its module of FBGEMM if there is only one."""
     kernels: Any = getattr(lookup, "_emb_modules", ())  # none under DDP
     plain = len(kernels) == 1 and type(kernels[0]) is BatchedFusedEmbeddingBag
     if not plain or getattr(kernels[0], "_raw_id_tracker_wrapper", None) is not None:

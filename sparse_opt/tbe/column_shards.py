@@ -1,8 +1,8 @@
 """Norms of rows whose columns are sharded: squares are added up over the shards of a rank and over the ranks.
 
-Every column shard of a table gets the same ids in the same order, so the ranks that hold its shards have the same
-distinct rows, and one all-reduce among them adds up their squares. Sums are in float64, so that the result does not
-depend on the sharding of the columns.
+Every column shard of a table gets the same ids in the same order. The ranks that hold shards of a table therefore have
+the same distinct rows, and one all-reduce adds up the squares. Sums are in float64, so that the result does not depend
+on the sharding of the columns.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -21,7 +21,7 @@ Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 def groups_of_columns(tables: Mapping[str, Sequence[Sequence[int]]]) -> Groups:
-    """Creates the process groups of column shards from the ranks of each part of a table. All ranks call together."""
+    """Creates the process groups of column shards, given the ranks of each part of a table. All ranks call together."""
     world = tuple(range(dist.get_world_size())) if tables else ()
     holders = [part for parts in tables.values() for part in parts]
     several = sorted({ranks for part in holders if len(ranks := tuple(sorted(set(part)))) > 1})
@@ -33,10 +33,10 @@ def groups_of_columns(tables: Mapping[str, Sequence[Sequence[int]]]) -> Groups:
 def copy_from_first_shards(
     tables: Mapping[str, Sequence[Sequence[int]]], parts: Sequence[tuple[TableShard, Tensor]]
 ) -> None:
-    """Copies a value of the shard with a row's first column to all its column shards. All ranks must call together.
+    """Copies values of rows from the shard with the first column to all column shards. All ranks must call together.
 
-    ``parts`` are this rank's shards, of the tables of :func:`groups_of_columns` and others, with the values of their
-    rows, int32, which are updated.
+    ``tables`` are as in :func:`groups_of_columns`. ``parts`` are this rank's shards, of these and other tables, with
+    the values of their rows, int32, which are updated.
     """
     groups = groups_of_columns(tables)
     for name, ranks in sorted((name, tuple(part)) for name, of_rows in tables.items() for part in of_rows):
@@ -58,15 +58,15 @@ def copy_from_first_shards(
 
 
 def column_partners(lookup: TbeLookup, groups: Groups) -> list[dist.ProcessGroup]:
-    """Groups over which a rank reduces in turn what is to be equal on all ranks with columns of its rows."""
+    """Groups in which a rank reduces, one after the other, to agree with all ranks that hold columns of its rows."""
     partners = {tuple(sorted(set(shard.column_ranks))) for shard in lookup.shards} & groups.keys()
     return [groups[ranks] for ranks in sorted(partners)] * (1 if lookup.has_equal_partners else dist.get_world_size())
 
 
 class ColumnShards:
-    """Adds up squared norms over the column shards of one lookup's rows.
+    """Sums of squared norms over the column shards of one lookup's rows.
 
-    Only the norms of ``clipped`` tables are exchanged: a rank that holds only others takes no part.
+    Ranks exchange only the norms of ``clipped`` tables; a rank that holds only other tables takes no part.
     """
 
     def __init__(self, lookup: TbeLookup, layout: LookupLayout, groups: Groups, clipped: Set[str]):
@@ -79,7 +79,7 @@ class ColumnShards:
         self._group_of = {name: groups.get(ranks) for name, ranks in holders.items()}
         self._first_group = next((group for group in self._group_of.values() if group), None)
         self._has_equal_partners = lookup.has_equal_partners
-        # Rows in the order in which they are added up: tables of the same ranks together, shards of a table as one.
+        # The order of the sums: tables of the same ranks are neighbours, and shards of a table share rows.
         tables = sorted(holders, key=lambda name: (holders[name], name))
         rows = {shard.name: shard.rows for shard in lookup.shards}
         ends = torch.tensor([rows[name] for name in tables]).cumsum(0).tolist()
@@ -105,7 +105,7 @@ class ColumnShards:
         return torch.cat(summed, dim=1)[:, complete.slot]
 
     def add_up_tables(self, squares: Sequence[Tensor]) -> list[Tensor]:
-        """Adds up squares as :meth:`add_up`, for all rows of each table, each float64 [2, V]."""
+        """Does :meth:`add_up` for all rows of each table: float64 [2, V] for each."""
         added: dict[str, Tensor] = {}
         for name, shard_squares in sorted(zip(self._names, squares, strict=True), key=lambda pair: pair[0]):
             added[name] = added[name] + shard_squares if name in added else shard_squares

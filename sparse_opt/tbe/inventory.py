@@ -29,26 +29,26 @@ from .lookup import TbeLookup, lookup_modules
 from .plan import RankLookup, ShardedCollection, Table, lookups_of_ranks, process_group_of, table_of
 
 NO_ROWS = "a rank holds no row of it, nor of tables that are looked up with it; shard it table-wise"
-"""Why a table cannot be clipped whose lookup here has no rows."""
+"""Reason why a table cannot be clipped if its lookup has no rows here."""
 
 _INNER = ("_embedding_bag_collection", "_embedding_collection", "_embedding_module")
-"""Attributes with the collection whose lookups a collection shares, which processes features or manages collisions."""
+"""Attributes of modules that process features or manage collisions, with the collection whose lookups they share."""
 _UNSHARDED = (EmbeddingBagCollection, EmbeddingCollection, FusedEmbeddingBagCollection)
 _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Names of wrapped children, which paths leave out."""
+"""Names of wrapped children, which are left out of paths."""
 
 
 class ModelInventory:
-    """What a model holds for the embedding optimizers. Only ``lookups`` and ``unclippable`` differ between ranks.
+    """Tables and lookups of a model. Only ``lookups`` and ``unclippable`` differ between ranks.
 
     Attributes:
         tables: all tables, by their names in the model.
-        collections: the sharded collections by their first paths, without the names of wrappers; a collection that
-            several modules share is listed once.
-        called: the module whose call runs each of these: the collection itself, or a module that processes its features
-            and calls its parts.
+        collections: sharded collections by path, without the names of wrappers; a collection that several modules share
+            is listed once, by its first path.
+        called: module whose call runs a collection, by collection: the collection itself, or a module that processes
+            its features and calls its parts.
         lookups: lookups of this rank that can be clipped.
-        unclippable: why a table cannot be clipped, by the table's name, as far as this rank knows.
+        unclippable: reasons why tables cannot be clipped, by table name, as far as this rank knows them.
     """
 
     def __init__(self, model: nn.Module):
@@ -89,13 +89,14 @@ class ModelInventory:
         return {name: table for name, table in self.tables.items() if table.collection is collection}
 
     def named(self, argument: str, names: Iterable[str]) -> dict[str, str]:
-        """Finds the tables that a user's names stand for; returns the user's name of each, by its name in the model.
+        """Finds the tables that a user's names mean; returns the user's names by the tables' names in the model.
 
-        A name that several collections have stands for the tables of all of them. ``argument`` is what has the names.
+        A name that several collections have means the tables of all of them. ``argument`` is the argument with the
+        names, for messages.
 
         Raises:
             TypeError: names is a string, which would be taken for a list of letters.
-            ValueError: the model does not have a table; tells the nearest.
+            ValueError: the model does not have a table; the message has the nearest name.
         """
         if isinstance(names, str):
             raise TypeError(f"{argument} must be a list of table names, got {names!r}; write [{names!r}]")
@@ -141,7 +142,7 @@ class ModelInventory:
 
     @contextmanager
     def raised_on_all_ranks(self) -> Iterator[None]:
-        """Raises a ValueError within it on all ranks, which enter it together; nothing in it may wait for others."""
+        """Raises a ValueError of one rank on all ranks, which enter together and do not wait for each other within."""
         error: ValueError | None = None
         try:
             yield
@@ -162,7 +163,7 @@ class ModelInventory:
 
 
 def _inner(module: nn.Module) -> nn.Module | None:
-    """The collection whose lookups one of TorchRec's shares; modules of users may have such attributes too."""
+    """Finds the collection whose lookups a module of TorchRec shares."""
     names = _INNER if isinstance(module, ShardedModule) else ()
     return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
@@ -185,7 +186,7 @@ def _outermost_collections(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _rows_of_tables(collection: Any) -> dict[str, int]:
-    """Rows of each table of a collection; one that tells no tables counts as a table of its type's name."""
+    """Numbers of rows by table; an unknown kind of collection counts as one table with the name of its type."""
     for attribute in ("_embedding_bag_configs", "_embedding_configs"):
         if configs := getattr(collection, attribute, None):
             return {config.name: config.num_embeddings for config in configs}

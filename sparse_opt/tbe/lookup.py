@@ -1,7 +1,7 @@
-"""One lookup of a sharded TorchRec model: its FBGEMM module, and the tables, features and weights of that.
+"""One lookup of a sharded TorchRec model: its module of FBGEMM, with tables, features and weights.
 
-A lookup is one table-batched embedding module (TBE) of FBGEMM; it holds shards of several tables and reads T features
-(a table may serve several) for B bags each.
+A lookup is one table-batched embedding module (TBE) of FBGEMM. It holds shards of several tables and reads T features
+of B bags. A table may serve several features.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +32,11 @@ from .plan import ShardedCollection, Table, lookups_of_ranks, process_group_of
 class TableShard:
     """Part of a table that a lookup holds; a lookup may hold several shards of a table."""
 
-    table: Table  # the table
+    table: Table
     rows: int  # rows held here
-    first_row: int  # index of the first of them in the table
+    first_row: int  # index of the shard's first row in the table
     embedding_dim: int  # columns of a row held here
-    first_column: int  # index of the first of them in the table's row
+    first_column: int  # index of the shard's first column in the table's row
     table_dim: int  # columns of the table's row on all ranks
 
     @property
@@ -45,26 +45,26 @@ class TableShard:
 
     @property
     def column_ranks(self) -> tuple[int, ...]:
-        """Global ranks of the column shards of these rows, one for each; empty where columns are not sharded."""
+        """Global ranks of the column shards of these rows; empty where columns are not sharded."""
         return self.table.column_ranks.get(self.first_row, ())
 
 
 @dataclass(frozen=True)
 class TracedUpdate:
-    """What a fused optimizer keeps of a row's gradient, which shows whichever gradient reached it."""
+    """A tensor of a fused optimizer whose change shows the gradient that reached a row."""
 
-    name: str  # what that is, for messages
-    kept: Sequence[Tensor]  # it for each table, float [rows, D] or [rows]
-    step: Callable[[Tensor, Tensor], Tensor]  # (kept of a row, its gradient) -> kept after the step
+    name: str  # name of the tensor, for messages
+    kept: Sequence[Tensor]  # the tensor of each table, float [rows, D] or [rows]
+    step: Callable[[Tensor, Tensor], Tensor]  # (values of a row, the row's gradient) -> values after the step
 
 
 class TbeLookup:
-    """FBGEMM module of a sharded collection, and the tables, features and weights that it looks up.
+    """Module of FBGEMM of a sharded collection, with its tables, features and weights.
 
     Attributes:
-        module: the TBE; its forward takes ``indices`` [nnz], ``offsets`` [T * B + 1] and returns float [B, sum D].
-        has_dense_gradient: whether its weights are a parameter whose gradient a dense optimizer applies.
-        is_replicated: whether every rank holds all of its tables and looks up its own samples in them (data-parallel).
+        module: the TBE, whose forward takes ``indices`` [nnz], ``offsets`` [T * B + 1] and returns float [B, sum D].
+        has_dense_gradient: whether the weights are a parameter whose gradient a dense optimizer applies.
+        is_replicated: whether every rank holds all tables and looks up its own samples in them (data-parallel).
         feature_table: table number of each feature, [T]; features of one table are neighbours.
     """
 
@@ -82,7 +82,7 @@ class TbeLookup:
 
     @property
     def is_sequence(self) -> bool:
-        """True if it returns the row of each id, not pooled: its output is float [nnz, D]."""
+        """True if the lookup does not pool: the output is the row of each id, float [nnz, D]."""
         return bool(self.module.pooling_mode == PoolingMode.NONE)
 
     @property
@@ -90,11 +90,11 @@ class TbeLookup:
         return bool(self.module.pooling_mode == PoolingMode.MEAN)
 
     def pool_by(self, *, mean: bool) -> None:
-        """Switches the TBE to means, or to sums, for which callers weight ids by 1/length (exact everywhere)."""
+        """Switches the TBE to means or sums."""
         self.module.pooling_mode = PoolingMode.MEAN if mean else PoolingMode.SUM
 
     def follow_evictions(self, evicted: Callable[[int, Tensor], None]) -> Callable[[], None]:
-        """Calls ``evicted(table, rows)`` when managed collision gives rows to new ids; returns a function to end it."""
+        """Calls ``evicted(table, rows)`` when managed collision gives rows to new ids; returns an undo function."""
         module: Any = self.module
         if self.has_dense_gradient:
             return lambda: None
@@ -113,12 +113,12 @@ class TbeLookup:
 
     @property
     def pools_on_cpu(self) -> bool:
-        """True if :meth:`pool_on_cpu` can look its rows up."""
+        """True if :meth:`pool_on_cpu` can look up the rows."""
         pools_by_sum = self.module.pooling_mode == PoolingMode.SUM
         return not self.has_dense_gradient and bool(self.module.use_cpu) and pools_by_sum
 
     def pool_on_cpu(self, indices: Tensor, offsets: Tensor, id_weights: Tensor | None) -> Tensor:
-        """Pooled rows, float [B, sum D], without a gradient and without FBGEMM's Python, which is ten times as slow."""
+        """Pools rows to float [B, sum D] without a gradient, by FBGEMM's operator: its Python is ten times as slow."""
         tbe, offsets = self.module, offsets.to(indices.dtype)
         id_weights = None if id_weights is None else id_weights.float()
         mode = tbe.bounds_check_mode_int
@@ -128,7 +128,7 @@ class TbeLookup:
             )
         weights, pooling, output = tbe.weights_host, int(tbe.pooling_mode), tbe.output_dtype
         geometry = (tbe.weights_offsets, tbe.D_offsets, tbe.total_D, tbe.hash_size_cumsum)
-        if id_weights is None:  # the operator needs some: 1 changes no bit
+        if id_weights is None:  # the operator needs weights, and 1 changes no bit
             if len(self._ones) < len(indices):
                 self._ones = torch.ones(len(indices), dtype=torch.float32)
             id_weights = self._ones[: len(indices)]
@@ -146,7 +146,7 @@ class TbeLookup:
         return torch.empty(shape, dtype=dtype, device=bags.indices.device)
 
     def look_up_uncounted(self, forward: Callable[..., Tensor], inputs: Mapping[str, Any]) -> Tensor:
-        """Output of the module's ``forward`` without a gradient, which its optimizer does not count as a step."""
+        """Runs the module's ``forward`` without a gradient, and without a step in the count of its optimizer."""
         counted = getattr(self.module, "iter_cpu", torch.zeros(1))
         before = int(counted)
         with torch.no_grad():
@@ -158,16 +158,16 @@ class TbeLookup:
 
     @property
     def initial_rate(self) -> float:
-        """Learning rate with which the fused optimizer was made; 0 where there is none."""
+        """Learning rate with which the fused optimizer was made; 0 without a fused optimizer."""
         return 0.0 if self.has_dense_gradient else float(self.module.get_learning_rate())
 
     @property
     def is_plain_sgd(self) -> bool:
-        """True if its fused optimizer is SGD, which has no state, or it has none."""
+        """True if there is no fused optimizer other than SGD, which has no state."""
         return self.has_dense_gradient or self.module.optimizer == EmbOptimType.EXACT_SGD
 
     def traced_update(self) -> TracedUpdate | None:
-        """The update of a fused optimizer, as a forward pass now fixes it; None where no rule is known here."""
+        """Describes the fused optimizer's update of the coming step; None for an optimizer that is not known here."""
         tbe, optimizer, args = self.module, self.module.optimizer, self.module.optimizer_args
         lr, beta1 = tbe.get_learning_rate(), args.beta1
         if optimizer == EmbOptimType.EXACT_SGD:
@@ -178,7 +178,7 @@ class TbeLookup:
             EmbOptimType.EXACT_ROWWISE_ADAGRAD: ("sum of mean squares", lambda kept, grad: kept + grad.square().mean()),
             EmbOptimType.ADAM: ("first moment", lambda kept, grad: beta1 * kept + (1 - beta1) * grad),
         }
-        # FBGEMM adds its own L2 to the gradient on CUDA, and on CPU does not.
+        # FBGEMM adds L2 to the gradient on CUDA, but not on CPU.
         adds_l2 = args.weight_decay != 0 and args.weight_decay_mode == WeightDecayMode.L2.value
         counts = tbe.weight_decay_mode in (WeightDecayMode.COUNTER, WeightDecayMode.COWCLIP)
         if optimizer not in rules or adds_l2 or counts:
@@ -188,12 +188,12 @@ class TbeLookup:
 
     @property
     def shares_output_grads(self) -> bool:
-        """True if ids share an element of the output gradient, which alone carries their rows' gradients."""
+        """True if several ids may share an element of the output gradient that FBGEMM's update reads."""
         return not self.is_sequence and not self.has_dense_gradient
 
     @property
     def parameter(self) -> Tensor:
-        """Allocation that holds all its tables; with a dense gradient, the parameter that has it."""
+        """Allocation that holds all tables; with a dense gradient, the parameter of that gradient."""
         tbe = self.module
         held = [tbe.weights] if self.has_dense_gradient else [tbe.weights_dev, tbe.weights_host, tbe.weights_uvm]
         parameter: Tensor = next(weights for weights in held if weights.numel())
@@ -201,14 +201,14 @@ class TbeLookup:
 
     @property
     def max_gradient(self) -> float | None:
-        """Bound to which FBGEMM clamps the elements of output gradients; None if it does not."""
+        """Bound to which FBGEMM clamps the elements of output gradients, or None."""
         if self.has_dense_gradient or not self.module.optimizer_args.gradient_clipping:
             return None
         return float(self.module.optimizer_args.max_gradient)
 
     @property
     def output_is_half(self) -> bool:
-        """True if its output, and hence the output's gradient, has less than float32's precision."""
+        """True if the output, and hence the output's gradient, has less than float32's precision."""
         return not self.has_dense_gradient and self.module.output_dtype != SparseType.FP32.as_int()
 
     @property
@@ -229,7 +229,7 @@ class TbeLookup:
 
     @property
     def has_equal_partners(self) -> bool:
-        """True if all ranks with columns of its tables look up the same tables, one column shard of each."""
+        """True if all ranks with columns of these tables look up the same tables, and one column shard of each."""
         names = [shard.table.own_name for shard in self.shards]
         partners = [lookup.tables for lookup in lookups_of_ranks(self.collection) if set(names) & set(lookup.tables)]
         return len(set(names)) == len(names) and all(tables == names for tables in partners)
@@ -242,15 +242,15 @@ class TbeLookup:
 
     @property
     def iterations(self) -> int:
-        """Forward passes that FBGEMM has counted, in evaluation too; some of its optimizers use this count."""
+        """Forward passes that FBGEMM has counted, in evaluation too; some fused optimizers use this count."""
         return 0 if self.has_dense_gradient else int(self.module.iter)
 
     def flat_weights(self) -> Tensor:
-        """Weights held here as one flat tensor that shares their memory, float [sum rows * D]."""
+        """Returns the weights held here as one flat tensor in the same memory, float [sum rows * D]."""
         return self.parameter.detach().view(-1)
 
     def zeros_of_weights(self) -> Tensor:
-        """Allocates zeros, float32, laid out like :meth:`flat_weights` and in the same kind of memory."""
+        """Allocates zeros, float32, with the layout of :meth:`flat_weights` and in the same kind of memory."""
         weights = self.flat_weights()
         if self.has_dense_gradient or not self.module.weights_uvm.numel():
             return torch.zeros(weights.numel(), dtype=torch.float32, device=weights.device)
@@ -259,7 +259,7 @@ class TbeLookup:
         return state.zero_()
 
     def view_of(self, flat: Tensor, table: int) -> Tensor:
-        """View of a table in a flat tensor, [rows, D], or [rows, 1] in one that has a value for each row."""
+        """Returns the view of a table in a flat tensor: [rows, D], or [rows, 1] if a row has one value."""
         shard = self.shards[table]
         if flat.numel() == sum(shard.rows for shard in self.shards):
             first = sum(shard.rows for shard in self.shards[:table])
@@ -280,7 +280,7 @@ class TbeLookup:
         )
 
     def raise_bad_id(self, bad: Sequence[int], begins: np.ndarray, indices: np.ndarray) -> None:
-        """Raises ValueError for the first offset in ``indices`` that a kernel found outside its table; -1 is none."""
+        """Raises ValueError for an id outside its table, given kernels' offsets of such ids in ``indices`` or -1."""
         for offset in bad:
             if offset >= 0:
                 shard = self.shards[int(np.searchsorted(begins, offset, side="right")) - 1]
@@ -297,5 +297,5 @@ def _shard_of(table: Table, config: Any, weights: Tensor) -> TableShard:
 
 
 def lookup_modules(collection: ShardedCollection) -> list[nn.Module]:
-    """A collection's modules of lookups, one for each kind of sharding; TorchRec makes new ones when it reshards."""
+    """Lists a collection's modules of lookups, one for each kind of sharding. Resharding makes new modules."""
     return [lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in collection._lookups]

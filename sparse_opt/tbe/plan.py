@@ -1,4 +1,4 @@
-"""Tables of a model's collections, and how the sharding plans lay them out; the same on all ranks.
+"""Tables of a model's collections, and their layout in the sharding plans, which is the same on all ranks.
 
 A rank is a number in the process group of a table's collection unless it is called global.
 """
@@ -20,16 +20,15 @@ ShardedCollection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingC
 class Table:
     """A table of a model."""
 
-    # the table's name in the model: ``own_name``, or ``<path of the collection>.<own_name>`` if several collections
-    # have a table of that name
+    # name in the model: ``own_name``, or ``<path of the collection>.<own_name>`` if several collections have that name
     name: str
-    own_name: str  # the table's name in its collection
+    own_name: str  # name in the collection
     collection: nn.Module  # the collection, which may be unsharded
-    rows: int  # rows over all ranks; 0 if the collection does not tell
+    rows: int  # rows over all ranks; 0 if they are not known
     ranks: frozenset[int] = frozenset()  # ranks that hold shards
     splits_rows: bool = False  # whether shards hold different rows
-    # global ranks of the column shards of a row, in ascending order, one for each shard, by the first of the rows that
-    # are sharded in this way. Grid sharding has several such parts of the rows; empty where columns are not sharded
+    # global ranks of a row's column shards, ascending, by the first row of each part of the rows. Grid sharding has
+    # several parts; there is none where columns are not sharded
     column_ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     is_replicated: bool = False  # whether every rank holds a copy and looks up its own samples in it (data-parallel)
     is_averaged: bool = False  # whether groups of ranks hold copies whose weights they average (2D parallelism)
@@ -57,13 +56,13 @@ def table_of(collection: Any, own_name: str, name: str, rows: int) -> Table:
         rows,
         frozenset(plan.ranks or ()),
         len({shard.shard_offsets[0] for shard in shards}) > 1,
-        ranks_of_columns(collection, own_name),
+        _ranks_of_columns(collection, own_name),
         plan.sharding_type == ShardingType.DATA_PARALLEL.value,
         isinstance(collection._env, ShardingEnv2D),
     )
 
 
-def ranks_of_columns(collection: Any, table: str) -> dict[int, tuple[int, ...]]:
+def _ranks_of_columns(collection: Any, table: str) -> dict[int, tuple[int, ...]]:
     """Reads :attr:`Table.column_ranks` from a plan; ``table`` is the name in the collection."""
     plan, group = collection.module_sharding_plan[table], collection._env.process_group
     shards = plan.sharding_spec.shards if plan.sharding_spec is not None else ()
@@ -72,7 +71,7 @@ def ranks_of_columns(collection: Any, table: str) -> dict[int, tuple[int, ...]]:
     found: dict[int, list[int]] = {}
     for shard, rank in zip(shards, plan.ranks, strict=True):
         if not shard.shard_sizes[0]:
-            continue  # all shards without rows begin at one row, in whichever part of the rows they are
+            continue  # shards without rows have the same first row in all parts
         found.setdefault(shard.shard_offsets[0], []).append(get_global_rank(group, rank))
     return {first_row: tuple(sorted(ranks)) for first_row, ranks in found.items()}
 
@@ -83,15 +82,15 @@ def process_group_of(collection: ShardedCollection) -> ProcessGroup:
 
 
 class RankLookup(NamedTuple):
-    """A lookup of some rank."""
+    """A lookup of any rank."""
 
-    rank: int  # the rank
+    rank: int
     tables: list[str]  # names of the lookup's tables in the collection
-    kind: tuple[Any, ...]  # what tells lookups of one collection apart
+    kind: tuple[Any, ...]  # data type and pooling, which differ between the lookups of a collection
 
 
 def lookups_of_ranks(collection: Any) -> list[RankLookup]:
-    """Lists the lookups of all ranks, those of a rank in the order in which the rank runs them."""
+    """Lists the lookups of all ranks; a rank runs its lookups in this order."""
     sequences = getattr(collection, "_sharding_type_to_sharding", {}).values()
     return [
         RankLookup(rank, [table.name for table in group.embedding_tables], (group.data_type, group.pooling))

@@ -28,12 +28,13 @@ def sharded_like_weights(
     """Wraps state of rows into tensors that are sharded, or replicated, like the weights. All ranks call together.
 
     Args:
-        flats: for each of this rank's lookups a flat tensor as in :meth:`TbeLookup.view_of`; the result shares its
+        flats: flat tensor of each of this rank's lookups, as in :meth:`TbeLookup.view_of`; the result shares its
             memory.
-        per_row: whether they hold one value for each row; of column shards only the first one's is used.
+        per_row: whether the tensors have one value for each row; only the first column shard's values are then used.
 
     Returns:
-        One tensor for each table, by the key of its weight in the collection's ``state_dict()`` without ``.weight``.
+        A tensor for each table, by the key of the table's weight in the collection's ``state_dict()``, without
+        ``.weight``.
     """
     by_address: dict[int, Tensor] = {}
     for lookup, flat in zip(lookups, flats, strict=True):
@@ -93,7 +94,7 @@ def parts_here(value: Any) -> list[Tensor]:
 
 
 class Entry:
-    """Entry of a table in an optimizer's state: it is computed when the state is taken, and acts when it is loaded."""
+    """Entry of a table in an optimizer's state, with functions that take, load and check its value."""
 
     def __init__(
         self, take: Callable[[], Any], load: Callable[[Any], None], check: Callable[[Any], None] = lambda _: None
@@ -102,10 +103,10 @@ class Entry:
 
 
 def tensor_entry(key: str, name: str, own: Any, prepare: Callable[[], None] = lambda: None) -> Entry:
-    """Entry of a table's tensor; ``prepare`` is called before values in other memory are written into it."""
+    """Makes the entry of a table's tensor; ``prepare`` runs before values from other memory are written into it."""
 
     def check(given: Any) -> None:
-        # Of the whole, and of the parts here. KeyedOptimizer would resize what is then no longer the table's memory.
+        # Sizes of the whole and of the parts here. KeyedOptimizer would resize a tensor to memory of its own.
         sizes, wanted = ([list(part.size()) for part in (of, *parts_here(of))] for of in (given, own))
         if sizes != wanted:
             raise UserError(
