@@ -180,21 +180,21 @@ class LrSchedule:
     Attributes:
         warmup_steps: W, steps over which the network's rate rises linearly, as in the CowClip reference:
             ``1e-8 + (lr - 1e-8) * min(k, W) / W``.
-        decay: `optimizer.lr_decay`.
+        lr_decay: `optimizer.lr_decay`.
         decay_steps: T, steps of the whole run for "linear", ``1 - k / T``, and for "cosine",
-            ``(1 + cos(pi * k / T)) / 2`` (arXiv 1608.03983, equation 5, without restarts). Where the decay is a number
+            ``(1 + cos(pi * k / T)) / 2`` (arXiv 1608.03983, equation 5, without restarts). Where lr_decay is a number
             of epochs, T is their steps, and the share is ``0.1 ** floor(k / T)``.
     """
 
     warmup_steps: float = 0
-    decay: LrDecay = "none"
+    lr_decay: LrDecay = "none"
     decay_steps: float = 1
 
     @classmethod
     def of_epochs(cls, config: OptimizerConfig, epoch_steps: int, total_steps: int) -> "LrSchedule":
-        decay = config.lr_decay or "none"
-        steps = total_steps if isinstance(decay, str) else decay * epoch_steps
-        return cls(ceil(config.warmup_epochs * epoch_steps - 1e-9), decay, steps)
+        lr_decay = config.lr_decay or "none"
+        steps = total_steps if isinstance(lr_decay, str) else lr_decay * epoch_steps
+        return cls(ceil(config.warmup_epochs * epoch_steps - 1e-9), lr_decay, steps)
 
     def embedding_lr(self, values: Hyperparameters, step: int) -> float:
         return values.embedding_lr * self._left(step)
@@ -207,12 +207,12 @@ class LrSchedule:
         return lr * self._left(step)
 
     def _left(self, step: int) -> float:
-        if self.decay == "none":
+        if self.lr_decay == "none":
             return 1.0
-        if not isinstance(self.decay, str):
+        if not isinstance(self.lr_decay, str):
             return 0.1 ** floor(step / self.decay_steps + 1e-9)  # 0.7 epochs of 10 steps are 7.000000000000001
         share = min(step / self.decay_steps, 1.0)
-        return 1 - share if self.decay == "linear" else (1 + cos(pi * share)) / 2
+        return 1 - share if self.lr_decay == "linear" else (1 + cos(pi * share)) / 2
 
 
 def table_specs(schema: Schema, config: RunConfig) -> list[TableSpec]:

@@ -180,13 +180,13 @@ class ActiveRun:
     def settings_summary(self) -> str:
         """Describes scaling, clip, derived rates and sharding; on CUDA also why steps are not captured."""
         config, derived, why = self.config, self.plan.scaled.hyperparameters, self.state.why_not_captured
-        decays = (("weight decay", derived.weight_decay), ("dense weight decay", derived.dense_weight_decay))
-        decay = "".join(f", {name} {value:g}" for name, value in decays if value)
-        if (falls := self.plan.schedule.decay) != "none":
-            decay += f", lr decay {falls}"
+        named = (("weight decay", derived.weight_decay), ("dense weight decay", derived.dense_weight_decay))
+        others = "".join(f", {name} {value:g}" for name, value in named if value)
+        if (lr_decay := self.plan.schedule.lr_decay) != "none":
+            others += f", lr decay {lr_decay}"
         lines = [
             f"scaling {config.optimizer.scaling}, clip {config.clip.rule}: embedding lr {derived.embedding_lr:g}, dense"
-            f" lr {derived.dense_lr:g}, l2 {derived.l2:g}{decay}"
+            f" lr {derived.dense_lr:g}, l2 {derived.l2:g}{others}"
         ]
         if why and self.process.device.type == "cuda":
             lines.append(f"steps are not captured as a CUDA graph: {why}")

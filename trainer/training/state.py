@@ -151,7 +151,7 @@ class TrainState:
     def _set_embedding_lr(self, lr: float) -> None:
         if self.adam:
             self.adam.lr = lr
-        elif self.plan.schedule.decay != "none":  # else the rate never changes
+        elif self.plan.schedule.lr_decay != "none":  # else the rate never changes
             set_rates(self.model.fused_optimizer, lr, by_table(self._config.optimizer.embedding_lr_factors))
 
     def save(self, checkpoints: Checkpoints, progress: Progress, write_files: WriteFiles | None = None) -> None:

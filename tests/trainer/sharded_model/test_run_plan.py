@@ -88,7 +88,7 @@ def test_a_fused_optimizer_follows_the_decay_and_the_rates_of_tables(folder: Pat
     moved: list[dict[str, torch.Tensor]] = []
     for factors, rates in (([], {}), (["optimizer.embedding_lr_factors.city=0.5"], {"city": 0.005})):
         config = load_config(folder / "run.toml", [*FUSED, *factors])
-        schedule = LrSchedule(decay="linear", decay_steps=10)
+        schedule = LrSchedule(lr_decay="linear", decay_steps=10)
         with process_group("cpu") as process:
             reader = Reader(folder / "data", "train", batch_size=51)
             state = TrainState(RunPlan.of(config, reader.schema, process, schedule=schedule))
