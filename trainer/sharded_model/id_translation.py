@@ -98,7 +98,7 @@ class IdTranslation:
         return _with_rows(batch, self.tables.rows_of(ids, splits) if self.tables else ids)
 
     def _flat_ids(self, sparse: KeyedJaggedTensor) -> tuple[np.ndarray, np.ndarray]:
-        """Flattens ids: int64 [V], hashed ones as rows, and the first of each key, int64 [F + 1].."""
+        """Flattens ids, [V], hashed ones as rows, and the first of each key, [F + 1]; int64. Waits for the device."""
         splits = np.concatenate([[0], np.cumsum(np.array(sparse.length_per_key(), np.int64))])
         ids = sparse.values().cpu().numpy().astype(np.int64)
         for field, name in enumerate(self._fields):
