@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cowrec.sparse_opt.algorithm.adam import adam_constants
 from cowrec.sparse_opt.kernels import triton_replay
-from cowrec.sparse_opt.kernels.layout import DECAY_INTERVAL, AdamState, DeviceSteps, LookupLayout
+from cowrec.sparse_opt.kernels.layout import REST_INTERVAL, AdamState, DeviceSteps, LookupLayout
 from cowrec.sparse_opt.optim.replay import StepHistory, rest_thresholds
 
 from .machine import about, append
@@ -72,7 +72,7 @@ def timed(last: Tensor, step: int, change: Callable[[AdamState], None]) -> dict[
 
     Returns:
         us of the fastest of four runs (None on CPU), the programs' turns and the longest one's, and how many rows
-        decayed.
+        came to rest.
     """
     count, device = len(last), last.device
     one = torch.ones(1, dtype=torch.int64, device=device)
@@ -117,7 +117,7 @@ def turns_of_programs(last: Tensor, reached: Tensor, step: int, rows: int = 32 /
     padding = torch.full((missing,), _NONE, device=last.device)
     last, ends = (torch.cat([each, padding]).view(-1, rows) for each in (last, ends))
     behind, first = last < _NONE, last.min(1, keepdim=True).values
-    shift = (last - first) // DECAY_INTERVAL * DECAY_INTERVAL
+    shift = (last - first) // REST_INTERVAL * REST_INTERVAL
     return torch.where(behind, ends - shift - first, 0).max(1).values
 
 

@@ -20,7 +20,7 @@ from cowrec.sparse_opt import AdamConfig, EmbeddingAdam
 from cowrec.sparse_opt.algorithm.adam import AdamScalars, adam_constants, adam_element
 from cowrec.sparse_opt.algorithm.clip import RowLimit
 from cowrec.sparse_opt.kernels.layout import (
-    DECAY_INTERVAL,
+    REST_INTERVAL,
     AdamRows,
     AdamState,
     BagsOfLookup,
@@ -73,7 +73,7 @@ class Problem:
 
 
 def small_problem(device: torch.device, steps: int = 4, batch: int = 32) -> Problem:
-    """Tables of several widths, bags of none to three ids, and rows that missed up to 96 steps or have decayed.
+    """Tables of several widths, bags of none to three ids, and rows that missed up to 96 steps or are at rest.
 
     The last column of a table is padding. A fifth of the rows decays before the absence of some neighbours begins.
     All numbers are hashes and exact in float32, so that they are the same on every machine.
@@ -98,7 +98,7 @@ def small_problem(device: torch.device, steps: int = 4, batch: int = 32) -> Prob
     weights[np.cumsum(width_of_row)[width_of_row > 1] - 1] = 0
     state = [weights, weights * powers(layout.size) * 2.0**-8, weights**2 * 2.0**-10]
     last = np.floor(97 * uniform(layout.num_rows)).astype(np.int32)
-    last = np.where(uniform(layout.num_rows) < 0.1, ~(last // DECAY_INTERVAL * DECAY_INTERVAL), last)
+    last = np.where(uniform(layout.num_rows) < 0.1, ~(last // REST_INTERVAL * REST_INTERVAL), last)
     bags = BagsOfLookup(range(len(rows)), dims.tolist(), device)
     batches = []
     for _ in range(steps):
@@ -209,7 +209,7 @@ class PlainRows:
         self.replay(rows[is_behind(adam.steps.last_step[rows], adam.step)], adam)
 
     def replay(self, rows: Tensor, adam: AdamRows) -> None:
-        """Takes the missed steps of rows one by one; see numba_replay.py for the rule of decayed elements."""
+        """Takes the missed steps of rows one by one; see numba_replay.py for the rule of elements at rest."""
         if not len(rows):
             return
         table = tables_of_rows(self._layout, rows)
@@ -228,7 +228,7 @@ class PlainRows:
             numbers = (gradient, adam.constants, AdamScalars(*scalars), exact_root, torch.div)
             stepped: Any = adam_element(*values, *numbers)  # type: ignore[call-arg]
             values = [torch.where(active, new, old) for new, old in zip(stepped, values, strict=True)]
-            if (now + 1) % DECAY_INTERVAL == 0:
+            if (now + 1) % REST_INTERVAL == 0:
                 weight, first, second = values
                 lr = max(thresholds.lr, scalars[0])
                 decayed = active & (first.abs() * lr <= thresholds.motion) & (weight.abs() <= thresholds.weight)

@@ -14,17 +14,18 @@ from cowrec.errors import UserError
 
 @dataclass(frozen=True)
 class FtrlConfig:
-    """FTRL-Proximal of single weights, without L1 and L2: each weight has a rate of its own, which falls as it learns.
+    """FTRL-Proximal of single weights, without L1 and L2. Each weight has a learning rate of its own, which falls.
 
-    It takes the gradient g of the *sum* of the batch's losses, ``batch_size`` times that of their mean, so that alpha
+    The gradient g is that of the *sum* of the batch's losses, ``batch_size`` times that of their mean, so that alpha
     and beta are the same for all batch sizes. In a batch s times as large, a rare weight still has single samples, and
-    nothing changes. A frequent weight has 1/s of the steps. Where its samples mostly cancel, it moves as far in a
-    sample as before. Where they agree, as at the start, it moves 1/sqrt(s) as far.
+    its movement does not change. A frequent weight has 1/s of the steps. If the gradients of its samples mostly cancel,
+    its movement for each sample does not change. If they agree, as at the start, the movement is 1/sqrt(s) as large.
 
     Attributes:
-        alpha: rate of a weight, > 0: its first step is ``alpha * g / (beta + |g|)``.
+        alpha: learning rate, > 0: the first step is ``alpha * g / (beta + |g|)``.
         beta: added to the root of the sum of squares, > 0, in units of the gradient of one sample's loss.
-        batch_size: samples of the global batch; :meth:`EmbeddingAdam.set_ftrl_samples` changes it for shorter ones.
+        batch_size: number of samples of the global batch; :meth:`EmbeddingAdam.set_ftrl_samples` sets it for a shorter
+            batch.
 
     Raises:
         ValueError: a value is out of range.
@@ -45,21 +46,21 @@ class AdamConfig:
     """Adam's settings.
 
     Attributes:
-        lr: learning rate, per step, >= 0; the first one of a schedule.
+        lr: learning rate, per step, >= 0; the first rate of a schedule.
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment, > 0.
         adam_epsilon: position of eps. "torch": ``m_hat / (sqrt(v_hat) + eps)``; "keras" (the CowClip reference):
             ``sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``.
         l2: coefficient of ``l2 * sum(w^2)`` in the loss: ``2 * l2 * w`` joins the gradient before the clip, >= 0.
         absent_rows: treatment of rows without an id in the batch. "lazy": they do not change. "dense": they take the
-            step too, with the gradient ``2 * l2 * w`` clipped as for one occurrence (the published algorithm, which
-            updates the whole table in every step). "replay": the results of "dense" at the cost of the batch's rows; a
-            row takes its missed steps when its id occurs again or when it is read.
-        weight_decay: each step multiplies a row by ``1 - lr * weight_decay`` beside its Adam step, >= 0 and at most 1 /
-            lr (decoupled decay, as in AdamW: arXiv 1711.05101, Algorithm 2, with the learning rate as in torch). No
-            clip bounds it. In float32 a step's decay below 3e-8 is lost, and inexact below 1e-7.
-        wide: FTRL for the columns after ``clip_columns``, which have neither L2 nor weight decay nor the learning rate,
-            and change in the batch's rows alone; None for Adam.
+            step too, with the gradient ``2 * l2 * w`` clipped as for one occurrence. This is the paper's algorithm,
+            which updates the whole table in every step. "replay": the results of "dense" at the cost of the batch's
+            rows; a row takes its missed steps when its id occurs again or when the row is read.
+        weight_decay: decoupled decay, >= 0 and at most 1 / lr: a step multiplies a row by ``1 - lr * weight_decay``
+            beside the Adam step (AdamW: arXiv 1711.05101, Algorithm 2, with the learning rate as in torch). No clip
+            bounds the decay. In float32, a decay below 3e-8 in a step is lost, and a decay below 1e-7 is inexact.
+        wide: FTRL for the columns after ``clip_columns``; None for Adam. These columns have neither L2 nor weight decay
+            nor the learning rate, and change in the batch's rows alone.
 
     Raises:
         ValueError: a value is out of range.
@@ -112,7 +113,7 @@ def table_scalars(scalars, lr_factor):  # type: ignore[no-untyped-def]
 
 
 class AdamConstants(NamedTuple):
-    """Numbers of all steps; complements are rounded from double (in float32 1 - 0.999 is 1e-5 off)."""
+    """Numbers of all steps. Complements are computed in double, because 1 - 0.999 in float32 has an error of 1e-5."""
 
     beta1: float
     one_minus_beta1: float
@@ -124,7 +125,7 @@ class AdamConstants(NamedTuple):
 
 
 def adam_constants(config: AdamConfig) -> AdamConstants:
-    """Constants of a configuration, in double; back ends round each to float32."""
+    """Constants of a configuration, in double; back ends round them to float32."""
     beta1, beta2 = config.betas
     return AdamConstants(beta1, 1 - beta1, beta2, 1 - beta2, config.eps, 2 * config.l2, config.weight_decay)
 
@@ -147,7 +148,7 @@ def adam_element(weight, first, second, gradient, constants, scalars, root, divi
 
 
 class FtrlConstants(NamedTuple):
-    """Numbers of :class:`FtrlConfig`; ``alpha`` is that of a table."""
+    """Numbers of :class:`FtrlConfig`; ``alpha`` may be that of a table."""
 
     alpha: float
     beta: float
@@ -155,7 +156,7 @@ class FtrlConstants(NamedTuple):
 
 
 def ftrl_constants(config: FtrlConfig | None) -> FtrlConstants:
-    """Constants of a configuration, in double; of None, some that no column uses."""
+    """Constants of a configuration, in double; for None, constants that no column uses."""
     return FtrlConstants(config.alpha, config.beta, config.batch_size) if config else FtrlConstants(0.0, 1.0, 0.0)
 
 

@@ -1,7 +1,8 @@
 """Gradient clipping of embedding rows: CowClip and the paper's other rules, as pure functions on tensors.
 
-CowClip (arXiv 2204.06240) bounds each row's gradient by the row's weight norm, once for every occurrence of the row's
-id in the global batch; the paper calls a row a column and a table a field. Sizes: U distinct rows, D embedding width.
+CowClip (arXiv 2204.06240) bounds each row's gradient by the row's weight norm times the number of occurrences of the
+row's id in the global batch. The paper calls a row a column, and a table a field. Sizes: U distinct rows, D embedding
+width.
 """
 
 from collections.abc import Sequence
@@ -15,18 +16,18 @@ from torch import Tensor
 from cowrec.errors import UserError
 
 Scope = Literal["row", "field", "global"]
-"""Rows whose gradients share one norm under a rule: a single row, a table's rows, or the rows of all tables."""
+"""Rows whose gradients have one common norm under a rule: a single row, a table's rows, or the rows of all tables."""
 
 
 class RowLimit(NamedTuple):
-    """Parameters of the limit that all rules share: ``count^p * max(r * ||w||, floor)``, p in {0, 1}.
+    """Parameters of a limit, which has this form under all rules: ``count^p * max(r * ||w||, floor)``, p in {0, 1}.
 
-    Under a rule for a table or for all tables the norm is that of their rows together, and p = 0.
+    Under a rule for a table or for all tables, the norm is that of all their rows together, and p = 0.
 
     Attributes:
         r: share of the weight norm; dimensionless, >= 0.
         floor: least value of the bracket, in units of the weight norm, >= 0.
-        per_occurrence: p = 1, every occurrence of the id adds one bracket.
+        per_occurrence: whether p = 1, so that every occurrence of the id adds one bracket.
     """
 
     r: float
@@ -42,16 +43,13 @@ def limits_of_norms(
     Args:
         weight_norms: norms before the update, float [U].
         counts: occurrences in the global batch, int [U].
-        r, floor, per_occurrence: as in :class:`RowLimit`, for all rows or one of each, [U].
+        r, floor, per_occurrence: as in :class:`RowLimit`, for all rows or for each row, [U].
     """
     return (r * weight_norms).clamp_min(floor) * counts**per_occurrence
 
 
 class ClipRule(Protocol):
-    """Interface of a clip rule: the scope of its norm, and the limit for embeddings of a given width.
-
-    The rules below raise ValueError for a value out of range.
-    """
+    """Interface of a clip rule: the scope of its norm, and the limit for embeddings of a given width."""
 
     name: ClassVar[str]
     scope: ClassVar[Scope]
@@ -96,7 +94,7 @@ class CowClip:
 class ReferenceCowClip:
     """CowClip as in the reference code: ``r * count * max(||w||, r * sqrt(D) * bound)``.
 
-    It equals the paper's form with zeta = r^2 * sqrt(D) * bound; the published accuracies were measured with it.
+    This equals the paper's form with zeta = r^2 * sqrt(D) * bound. The paper's accuracies were measured with it.
 
     Attributes:
         r: the reference's ``--clip``; dimensionless, > 0.
@@ -121,7 +119,7 @@ class ConstantClip:
     """Constant threshold for each row (the paper's Table 6, column-wise): a gradient norm of at most ``max_norm``.
 
     Attributes:
-        max_norm: the threshold, in units of the gradient norm, > 0. :func:`scale_clip` scales it with the batch.
+        max_norm: the threshold, in units of the gradient norm, > 0.
     """
 
     max_norm: float
@@ -139,7 +137,7 @@ class ConstantClip:
 class FieldClip(ConstantClip):
     """Constant threshold for each table (the paper's Table 6, field-wise): a gradient norm of at most ``max_norm``.
 
-    The norm is over the rows present in the batch, or over all rows where ``absent_rows = "dense"`` updates them all.
+    The norm is over the rows of the batch, or over all rows under ``absent_rows = "dense"``, which updates all rows.
     """
 
     name: ClassVar[str] = "field"
@@ -150,7 +148,7 @@ class FieldClip(ConstantClip):
 class GlobalClip(ConstantClip):
     """Constant threshold for all tables together (the paper's Table 6, global): a norm of at most ``max_norm``.
 
-    The norm is over the rows present in the batch, as in :class:`FieldClip`; dense weights do not count.
+    The norm is over the rows as in :class:`FieldClip`, without the network's weights.
     """
 
     name: ClassVar[str] = "global"
@@ -161,8 +159,8 @@ class GlobalClip(ConstantClip):
 class AdaptiveFieldClip(CowClip):
     """Adaptive threshold for each table (the paper's Table 6, adaptive field-wise): ``max(r * ||w||, zeta)``.
 
-    Both norms are over the table's rows present in the batch, as in :class:`FieldClip`. There is no count, because a
-    table has about as many ids in every batch: r includes it, the share of the weight norm allowed in a step.
+    Both norms are over the table's rows as in :class:`FieldClip`. There is no count, because a table has about as many
+    ids in every batch: r is the share of the weight norm that a step may move.
     """
 
     name: ClassVar[str] = "adaptive_field"
@@ -197,11 +195,11 @@ def clip_scales(grads: Tensor, limits: Tensor) -> Tensor:
 
     Args:
         grads: gradient of each row, float [U, D].
-        limits: largest allowed norm of each, float [U], >= 0.
+        limits: largest allowed norm of each row's gradient, float [U], >= 0.
 
     Returns:
-        float [U] in [0, 1], float32 or the gradients' own type if wider; 0 of an infinite norm and 1 of NaN, so that a
-        gradient that is not finite stays so.
+        float [U] in [0, 1], float32 or the gradients' own type if wider. The factor of an infinite norm is 0, and that
+        of NaN is 1, so that a gradient that is not finite stays so.
     """
     return scales_of_norms(row_norms(grads), limits)
 
@@ -218,7 +216,7 @@ def clip_rows(grads: Tensor, weights: Tensor, counts: Tensor, rule: ClipRule) ->
         grads: gradient of the mean loss over the global batch, summed over each row's occurrences, float [U, D].
         weights: the rows before the update, float [U, D].
         counts: occurrences of each row in the global batch, int [U]; the reference counts absent rows once.
-        rule: one of :data:`CLIP_RULES` whose scope is a row.
+        rule: a rule whose scope is a row.
 
     Raises:
         ValueError: the shapes do not match, or the rule bounds more than one row's norm.
@@ -254,7 +252,7 @@ def clip_tables(
 def row_norms(rows: Tensor) -> Tensor:
     """L2 norm of each row of [U, D]; [U], in float32 or the rows' own type if wider.
 
-    It is summed in float64, so that neither the norm nor the set of clipped rows depends on the order or the back end.
+    Sums are in float64, so that neither norms nor the set of clipped rows depend on the order or on the back end.
     """
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     return norms.to(torch.promote_types(rows.dtype, torch.float32))

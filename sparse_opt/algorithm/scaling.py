@@ -1,8 +1,8 @@
 """Hyperparameters for a batch size: scaling rules, and the presets of the CowClip paper, as pure functions.
 
-A rule sets how values for a base batch change at s times that batch. `half_life` is cowrec's own; the others are those
-of arXiv 2204.06240, sections 3 and 5 (where the reference code differs, its values are used, because the published
-accuracies come from it).
+A rule sets how values for a base batch change at s times that batch. `half_life` is cowrec's own rule. The others are
+from arXiv 2204.06240, sections 3 and 5; where the reference code differs, the values are those of the code, with which
+the paper's accuracies were measured.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ class Hyperparameters:
 
     Attributes:
         embedding_lr: learning rate of the embedding tables, per step, >= 0.
-        dense_lr: learning rate of everything else, after its warm-up, per step, >= 0.
+        dense_lr: learning rate of the network after its warm-up, per step, >= 0.
         l2: coefficient of ``l2 * sum(w^2)`` over embeddings and wide weights, >= 0.
-        betas: decay of Adam's first and second moment, per step, each in [0, 1); of tables and network.
-        eps: added to the root of Adam's second moment, > 0; of tables and network.
+        betas: decay of Adam's first and second moment, per step, each in [0, 1), for tables and network.
+        eps: summand of the root of Adam's second moment, > 0, for tables and network.
         weight_decay: decoupled weight decay of the tables, >= 0: a step multiplies weights by ``1 - embedding_lr *
             weight_decay``.
-        dense_weight_decay: the same of everything else, with ``dense_lr``.
+        dense_weight_decay: decoupled weight decay of the network, with ``dense_lr``.
 
     Raises:
         ValueError: a value is out of range.
@@ -55,18 +55,18 @@ class Hyperparameters:
 
 
 class ScalingRule(Protocol):
-    """How everything that depends on the batch size changes at s times the base batch, s > 0."""
+    """Changes of all values that depend on the batch size, at s times the base batch, s > 0."""
 
     def scale(self, base: Hyperparameters, s: float, embedding: EmbeddingOptimizer) -> Hyperparameters:
-        """Returns the values for s times the batch of ``base``, with tables under the optimizer ``embedding``."""
+        """Returns the values for s times the batch of ``base``; ``embedding`` is the optimizer of the tables."""
 
     def limit_factor(self, clip: ClipRule, s: float) -> float:
-        """Returns the factor of the limits of a clip rule."""
+        """Returns the factor of a clip rule's limits."""
 
 
 @dataclass(frozen=True)
 class _Powers:
-    """A rule that multiplies each value by a power of s, constant thresholds too; betas, eps and other limits stay."""
+    """A rule that multiplies values and constant thresholds by powers of s; betas, eps and other limits stay."""
 
     embedding_lr: float
     l2: float
@@ -104,17 +104,17 @@ MAX_BETA1 = 0.95
 class _HalfLife:
     """Adam's second moment keeps its half-life in samples, and a rare row its movement for each occurrence.
 
-    With ``beta2 -> beta2^s`` the second moment forgets as much in one step as it did in s steps of the base batch. A
-    row that Adam has forgotten since its last occurrence moves by ``lr / sqrt(1 - beta2)``, whatever its gradient; that
-    stays the same with ``lr -> lr * k``, ``k = sqrt((1 - beta2^s) / (1 - beta2))``, which is about sqrt(s) as long as
-    s is far below the memory of ``1 / (1 - beta2)`` steps, and never exceeds the root of that. For a row that occurs
-    in most steps, sqrt(s) keeps the movement for each sample (Malladi et al., arXiv 2205.10287, square-root scaling;
-    arXiv 2507.07101 for the half-life). L2 stays: in units of ``lr / sqrt(v)`` it pulls each row as far in a sample as
-    before. The root of the second moment shrinks to ``k / s``, and eps with it. ``beta1`` stays where it is below
-    sqrt(beta2), without which a step of Adam has no bound.
+    With ``beta2 -> beta2^s``, the second moment forgets as much in one step as in s steps of the base batch. A rare
+    row, which Adam has forgotten since its last occurrence, moves by ``lr / sqrt(1 - beta2)``, whatever its gradient.
+    This movement stays the same with ``lr -> lr * k``, ``k = sqrt((1 - beta2^s) / (1 - beta2))``. k is about sqrt(s)
+    while s is far below ``1 / (1 - beta2)``, and never exceeds the root of that. For a row that occurs in most steps,
+    sqrt(s) keeps the movement for each sample (square-root scaling: Malladi et al., arXiv 2205.10287; half-life: arXiv
+    2507.07101). L2 stays: in units of ``lr / sqrt(v)``, its pull for each sample does not change. The root of the
+    second moment shrinks to ``k / s``, and eps with it. ``beta1`` stays below sqrt(beta2), because otherwise a step of
+    Adam has no bound.
 
-    Adagrad never forgets: the root of its sum over the same samples shrinks to 1/s like the gradient of each, so that
-    its learning rate stays (as in MLPerf's DLRM-DCNv2, at all batch sizes). Plain SGD needs lr * s.
+    Adagrad never forgets: the root of its sum over the same samples shrinks to 1/s, like the gradient of a sample, so
+    that its learning rate stays (as in MLPerf's DLRM-DCNv2, at all batch sizes). Plain SGD needs lr * s.
     """
 
     def scale(self, base: Hyperparameters, s: float, embedding: EmbeddingOptimizer) -> Hyperparameters:
@@ -145,8 +145,8 @@ SCALING_RULES: dict[str, ScalingRule] = {
     "n2_lambda_table8": _Powers(0, 2, 1),
     "cowclip": _Powers(0, 1, 0.5),
 }
-"""How each value changes with the batch. `sqrt_star` is DeepFM's variant of `sqrt`; of the empirical n^2-lambda rule
-the paper's text and its Table 8 give different dense exponents; both are offered."""
+"""Scaling rules by name. `sqrt_star` is DeepFM's variant of `sqrt`, and `cowclip` is the paper's rule. The n^2-lambda
+rule is listed twice, because the text of the paper and its Table 8 give different dense exponents."""
 
 
 def scale_hyperparameters(
@@ -159,8 +159,8 @@ def scale_hyperparameters(
 ) -> Hyperparameters:
     """Scales hyperparameters to another batch size.
 
-    Under every rule but "none", ``lr * weight_decay`` of a step grows with s: weights shrink as far in a sample as at
-    the base batch size (arXiv 2405.13698 keeps the same number of samples constant).
+    Under every rule but "none", ``lr * weight_decay`` of a step grows with s, so that the decay for each sample does
+    not change (arXiv 2405.13698).
 
     Example: values tuned at batch 1K, for Adam at 64K::
 
@@ -170,12 +170,12 @@ def scale_hyperparameters(
 
     Args:
         base: values for ``base_batch_size``.
-        base_batch_size, batch_size: samples per step over all processes, of ``base`` and of the result.
+        base_batch_size, batch_size: samples per step over all processes, for ``base`` and for the result.
         rule: a key of :data:`SCALING_RULES`.
-        embedding: kind of the tables' optimizer, on which `half_life` depends; row-wise Adagrad is "adagrad".
+        embedding: optimizer of the tables, on which `half_life` depends; row-wise Adagrad is "adagrad".
 
     Raises:
-        ValueError: the rule or optimizer is unknown, or a batch size is below 1.
+        ValueError: the rule or the optimizer is unknown, or a batch size is below 1.
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
     if embedding not in get_args(EmbeddingOptimizer):
@@ -186,12 +186,13 @@ def scale_hyperparameters(
 def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: str = "half_life") -> ClipRule:
     """Scales a clip rule to another batch size; arguments as in :func:`scale_hyperparameters`.
 
-    Under `half_life`, limits shrink like the gradients, so that the rows of the base batch are clipped alike: those of
-    a row to 1/s, like the gradient of one occurrence; those of a table, and of all tables, to 1/sqrt(s). Under the
-    paper's rules, constant thresholds grow with sqrt(s) (its Table 6) and other limits stay. "none" keeps all.
+    Under `half_life`, limits shrink like the gradients, so that the same rows are clipped: limits of a row to 1/s, like
+    the gradient of one occurrence, and limits of one table or of all tables to 1/sqrt(s). Under the rules of the paper,
+    constant thresholds grow with sqrt(s) (its Table 6), and other limits stay. Under "none" all limits stay.
 
     Raises:
-        ValueError: as there, or limits change of a rule outside of :data:`CLIP_RULES`.
+        ValueError: as in :func:`scale_hyperparameters`, or the limits of a rule change that is not in
+            :data:`CLIP_RULES`.
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
     return _with_limits_times(SCALING_RULES[rule].limit_factor(clip, s), clip)
@@ -237,7 +238,7 @@ def _checked_scale(base_batch_size: int, batch_size: int, rule: str) -> float:
 
 @dataclass(frozen=True)
 class Preset:
-    """Published settings for a data set at one batch size: hyperparameters, clip and schedule."""
+    """The paper's settings for a data set at one batch size: hyperparameters, clip and schedule."""
 
     batch_size: int
     hyperparameters: Hyperparameters

@@ -1,4 +1,4 @@
-"""Configuration of an id table: its capacity, which ids it admits, and which ones it removes; and checks of batches."""
+"""Configuration of an id table: capacity, admission and removal of ids; and checks of batches."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,19 +13,20 @@ from .kernels.memory import DEPTH, FREE, LINE, MAX_COUNT, PANES
 
 @dataclass(frozen=True)
 class Admission:
-    """Decides when an absent id gets a row of its own; until then it uses the out-of-vocabulary row.
+    """Rule by which a new id gets a row of its own; until then the id uses the out-of-vocabulary row.
 
     Attributes:
-        kind: "none" admits at once; "count" at the ``threshold``-th occurrence within ``window``, with the guarantees
-            that kernels/sketch.py states; "probabilistic" admits at each occurrence with p = 1 - 0.05^(1/threshold), so
-            that 95 % of ids are admitted after ``threshold`` occurrences (Monolith, arXiv 2209.07663). Occurrences in
-            one batch count together.
-        threshold: occurrences, 1 to 65,535.
-        window: for "count", in seconds of sample time (or batches, where samples have no time): occurrences that
-            arrived longer ago do not count, those of the last three quarters of it always do. 0: all count.
-        counters: for "count", uint16 cells of the table; the memory is twice as many bytes. e * N / W (see
-            kernels/sketch.py), which ``filter_excess`` of ``IdTables.counters`` reports, should stay well below the
-            threshold. W is a quarter of the cells without a window and 7/128 of them with one.
+        kind: "none" admits an id at once. "count" admits it at the ``threshold``-th occurrence within ``window``, with
+            the guarantees in kernels/sketch.py. "probabilistic" admits it at an occurrence with p = 1 -
+            0.05^(1/threshold), so that 95 % of ids are admitted after ``threshold`` occurrences (Monolith, arXiv
+            2209.07663). Occurrences in one batch count together.
+        threshold: number of occurrences, 1 to 65,535.
+        window: length of the window of "count", in seconds of sample time, or in batches if samples have no time.
+            Earlier occurrences do not count, and those of the last three quarters of the window always count. 0 counts
+            all.
+        counters: number of uint16 cells of a table under "count". e * N / W (see kernels/sketch.py), which
+            ``filter_excess`` of ``IdTables.counters`` reports, should stay well below the threshold. W is a quarter of
+            the cells without a window, and 7/128 of the cells with a window.
     """
 
     kind: Literal["none", "count", "probabilistic"] = "none"
@@ -60,11 +61,11 @@ class Admission:
         return -(-self.window // PANES)
 
     def lines(self, segments: int) -> int:
-        """Lines in a row of the sketch of each of a table's segments."""
+        """Lines in a row of the sketch of one of a table's segments."""
         return max(1, self.counters // (segments * DEPTH * LINE)) if self.kind == "count" else 0
 
     def excess_bound(self, counted: float, lines: int) -> float:
-        """e * N / W, which an id's estimate exceeds with probability exp(-DEPTH) at most; 0 for other kinds."""
+        """Returns e * N / W, by which an id's estimate is too high with probability exp(-DEPTH) at most."""
         from .kernels.sketch import counters_per_line  # compiled by numba, which checking a configuration does not need
 
         return math.e * counted / (lines * counters_per_line(self.panes)) if lines else 0.0
@@ -72,17 +73,18 @@ class Admission:
 
 @dataclass(frozen=True)
 class IdTableConfig:
-    """A table of ids, of one feature or shared by several.
+    """A table of ids of one feature or of several features.
 
     Attributes:
-        capacity: ids that it holds at most, >= 1, in segments with equal shares; as ids do not spread quite evenly, the
-            first segment is full a little before the table is (at 95 % of the capacity or later).
-        features: names of the features that it serves; an id of one feature is distinct from the same id of another.
-        when_full: "oldest" evicts the ids not seen for longest, "least_frequent" those that occurred least often (then
-            the oldest; counts saturate at 65,535), "refuse" gives new ids the out-of-vocabulary row.
-        admission: which new ids get a row.
-        expire_after: seconds of sample time (batches, where samples have no time) without an occurrence after which an
-            id expires; 0: never.
+        capacity: largest number of ids, >= 1, in segments with equal shares. Ids do not spread quite evenly, so that
+            the first segment is full a little before the table (at 95 % of the capacity or later).
+        features: names of the features that share the table; equal ids of two features are two ids.
+        when_full: "oldest" evicts the ids that were not seen for longest. "least_frequent" evicts the ids that occurred
+            least often, the oldest first among equals; counts saturate at 65,535. "refuse" gives new ids the
+            out-of-vocabulary row.
+        admission: rule by which new ids get a row.
+        expire_after: time without an occurrence after which an id expires, in seconds of sample time, or in batches if
+            samples have no time; 0 for never.
     """
 
     capacity: int
@@ -118,7 +120,7 @@ def id_error(ids: np.ndarray, splits: np.ndarray, features: int) -> str:
 
 
 def time_error(times: np.ndarray | None, ids: np.ndarray, timed: bool | None) -> str:
-    """Checks the times of a batch; ``timed`` tells whether earlier batches had times."""
+    """Checks the times of a batch; ``timed`` tells whether earlier batches had times, if there were any."""
     if timed is not None and timed != (times is not None):
         return "samples must have times in every batch or in none, got a batch " + (
             "without times after batches with times" if timed else "with times after batches without"

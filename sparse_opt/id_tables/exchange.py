@@ -21,27 +21,27 @@ _TIME_BITS = 32
 
 @dataclass(frozen=True)
 class OwnedIds:
-    """Ids of the global batch that this rank owns, in the order of the batch: by feature, and in each by rank."""
+    """Ids of the global batch that this rank owns, by feature, and within a feature by rank."""
 
     ids: np.ndarray  # int64 [n]
-    splits: np.ndarray  # where each feature's ids begin, int64 [F + 1]
-    times: np.ndarray  # int64 [n], empty where samples have no time
-    newest: int  # newest time of the global batch, -1 where it has none
+    splits: np.ndarray  # index of each feature's first id, and n, int64 [F + 1]
+    times: np.ndarray  # int64 [n], empty if samples have no time
+    newest: int  # newest time of the global batch, -1 without times
 
 
 class IdExchange:
-    """Sends a batch's ids to their owners and the rows back; all ranks of the group call each method together."""
+    """Sends a batch's ids to their owners and the rows back. All ranks of the group call a method together."""
 
     def __init__(self, layout: IdLayout, group: ProcessGroup | None) -> None:
         self._layout, self._group = layout, group
         self.ranks = len(layout.first_segments) - 1
 
     def collect(self, problem: str, ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None) -> OwnedIds:
-        """Sends this rank's ids, int64 [V], to their owners and receives those that it owns.
+        """Sends this rank's ids, int64 [V], to their owners, and receives the ids that it owns.
 
-        ``problem`` is the message of an error in this rank's batch, or ""; ``splits`` are int64 [F + 1], ``times``
-        int64 [V] in [0, 2^32), or None on all ranks. If a rank has a problem, or only some have times, all raise
-        ValueError.
+        ``problem`` is the message of an error in this rank's batch, or "". ``splits`` are int64 [F + 1], ``times``
+        int64 [V] in [0, 2^32), or None on all ranks. If a rank has a problem, or only some ranks have times, all ranks
+        raise ValueError.
         """
         newest = -1 if problem or times is None or len(times) == 0 else int(times.max())
         if self.ranks == 1:
@@ -71,7 +71,7 @@ class IdExchange:
         return OwnedIds(np.ascontiguousarray(got[:, 0]), np.append(0, ends), seen, int(header[:, 2].max()))
 
     def _owners(self, ids: np.ndarray, splits: np.ndarray) -> np.ndarray:
-        """Ranks that own the ids that a table translates; remembers which ids those are, and the rows of the others."""
+        """Returns the ranks that own the ids of tables; remembers these ids, and the rows of the other ids."""
         segments, _, self._rows = segments_of_ids(ids, splits, self._layout.mapping, 0)
         self._held = (segments >= 0).nonzero()[0]
         owner: np.ndarray = np.searchsorted(self._layout.first_segments[1:], segments[self._held], side="right")
@@ -90,7 +90,7 @@ class IdExchange:
         return found
 
     def all_columns(self, values: np.ndarray) -> np.ndarray:
-        """Concatenated columns of all ranks, from int64 [k, n] of this rank; n may differ."""
+        """Concatenates the columns of all ranks, given int64 [k, n] of this rank; n may differ."""
         if self.ranks == 1:
             return values
         columns = self.all_gather(np.array([values.shape[1]]))[:, 0]
@@ -100,7 +100,7 @@ class IdExchange:
         return np.concatenate([part[:, :n] for part, n in zip(parts, columns, strict=True)], axis=1)
 
     def all_gather(self, values: np.ndarray) -> np.ndarray:
-        """Values of every rank, int64 [W, n], from [n] of this rank; n is the same on all."""
+        """Gathers the values of all ranks, int64 [W, n], given [n] of this rank; n is the same on all."""
         if self.ranks == 1:
             return values[None]
         result = torch.empty(self.ranks * len(values), dtype=torch.int64)
@@ -114,7 +114,7 @@ class IdExchange:
         return result.numpy()
 
     def sharded(self, local: Tensor, rows: np.ndarray) -> ShardedTensor | Tensor:
-        """A tensor sharded over the ranks by its first dimension into ``rows``, int64 [W]."""
+        """Makes a tensor that is sharded over the ranks by its first dimension into ``rows``, int64 [W]."""
         if self._group is None:
             return local
         trailing, begins = list(local.shape[1:]), np.cumsum(rows) - rows

@@ -1,4 +1,4 @@
-"""Layout of id tables: how they are split into segments, and which rank stores a segment where in its memory."""
+"""Layout of id tables: their segments, and the rank and the place in memory of each segment."""
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -11,18 +11,19 @@ from .config import IdTableConfig
 from .kernels import memory
 
 MAX_SEGMENTS = 64
-"""Segments of a table at most, unless the caller sets another number."""
+"""Largest number of segments of a table, unless the caller sets another."""
 MIN_SEGMENT_CAPACITY = 4096
-"""Ids of a segment at least: a table is as full as its fullest segment, and ids spread less evenly over small ones."""
+"""Least capacity of a segment. A table is full when its first segment is full, and ids spread less evenly over small
+segments."""
 _SWEEP_BATCHES, _MIN_SWEEP_RECORDS = 1024, 64
-"""Batches in which the sweep passes a table once; records that a sweep passes at least."""
+"""Number of batches in which the sweep passes a table once; least number of records of a sweep."""
 _SWEEP_INTERVAL = 16
-"""Batches between two sweeps of a segment."""
+"""Number of batches between two sweeps of a segment."""
 _ADMISSIONS = {"none": memory.ADMIT_ALL, "count": memory.ADMIT_BY_COUNT, "probabilistic": memory.ADMIT_BY_DRAW}
 
 
 def rows_for(capacity: int, max_segments: int = MAX_SEGMENTS) -> int:
-    """Rows of the embedding table of an id table: the reserved ones, and the capacity rounded up to equal segments."""
+    """Rows of an id table's embedding table: reserved rows, and the capacity rounded up to equal segments."""
     segments = _segments_for(capacity, max_segments)
     return memory.RESERVED_ROWS + segments * -(-capacity // segments)
 
@@ -32,13 +33,13 @@ def _segments_for(capacity: int, max_segments: int) -> int:
 
 
 class IdLayout:
-    """Segments of all tables, their order, and the location of this rank's in its memory.
+    """Segments of all tables, their order, and the places of this rank's segments in its memory.
 
     Attributes:
-        first_segments: the first segment of each rank, and the number of all segments, int64 [ranks + 1].
+        first_segments: first segment of each rank, and the number of all segments, int64 [ranks + 1].
         locations: this rank's segments, SEGMENT_LOCATION.
-        sizes: segments, records, slots and cells of each rank, int64 [ranks, 4].
-        fingerprint: hash of everything that must be equal to load a checkpoint.
+        sizes: numbers of segments, records, slots and cells of each rank, int64 [ranks, 4].
+        fingerprint: hash of the settings that must be equal to load a checkpoint.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class IdLayout:
         )
         table = np.repeat(np.arange(len(counts)), counts)
         number = np.arange(first[-1]) - first[table]
-        # Segments take positions in [0, max_segments), which are divided among the ranks. Tables begin at different
-        # positions, so that small ones are not all stored on one rank.
+        # Segments have positions in [0, max_segments), which are divided among the ranks. Tables begin at different
+        # positions, so that not all small tables are on one rank.
         start = table * max_segments // max(len(counts), 1)
         position = (number * max_segments // tables["segments"][table] + start) % max_segments
         order = np.lexsort((table, position))
@@ -120,7 +121,7 @@ def _settings(named: tuple[str, IdTableConfig], segments: int, first_segment: in
 
 
 def _features(configs: Mapping[str, IdTableConfig], features: Sequence[str]) -> np.ndarray:
-    """Table of each feature, -1 where none serves it, and the feature's number in it, int64 [F, 2]."""
+    """Returns the table of each feature, or -1, and the feature's number in that table, int64 [F, 2]."""
     served: dict[str, tuple[int, int]] = {}
     for t, (name, config) in enumerate(configs.items()):
         for number, feature in enumerate(config.features):

@@ -1,4 +1,4 @@
-"""Collisionless id tables: raw ids to rows of embedding tables, exactly; rows are given to ids, kept and reclaimed."""
+"""Collisionless id tables, which give rows of embedding tables to raw ids, and take them back."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,9 +39,9 @@ class NewRows:
 
     Attributes:
         table: number of the table, in the order of ``tables``.
-        row: in the embedding table.
-        id: the id that the row belongs to now.
-        feature: the feature's number in ``IdTableConfig.features``.
+        row: row in the embedding table.
+        id: id that the row now belongs to.
+        feature: number of the feature in ``IdTableConfig.features``.
     """
 
     table: np.ndarray
@@ -56,10 +56,10 @@ class Entries:
 
     Attributes:
         id: int64 [n].
-        feature: the feature's number in ``IdTableConfig.features``, int64 [n].
-        row: in the embedding table, int64 [n].
+        feature: number of the feature in ``IdTableConfig.features``, int64 [n].
+        row: row in the embedding table, int64 [n].
         last_seen: newest sample time (or batch number) of an occurrence, int64 [n].
-        count: occurrences since the id got its row, at most 65,535, int64 [n].
+        count: number of occurrences since the id got its row, at most 65,535, int64 [n].
     """
 
     id: np.ndarray
@@ -70,7 +70,7 @@ class Entries:
 
 
 _MIN_IDS_OF_THREAD = 1 << 14
-"""Fewer ids than this are done before another thread has started."""
+"""Number of ids that are translated before another thread has started."""
 _UNKNOWN, _SECONDS, _BATCHES = range(3)
 """Unit of the clock, as saved in checkpoints."""
 
@@ -78,44 +78,44 @@ _UNKNOWN, _SECONDS, _BATCHES = range(3)
 class IdTables:
     """Id tables of a model: 64-bit ids to rows in [0, ``num_embeddings``), in host memory.
 
-    Ids 0 and 1 are the reserved rows OUT_OF_VOCABULARY and MISSING and pass through; every other int64 is an id. The
-    same id of two features of a shared table is two ids. The *clock* is the newest sample time seen, or, where samples
-    have no time, the number of the batch. It never goes back, so callers should drop samples from the future, which
-    would expire ids too early. Batches in random order of time, as from a data set that is shuffled, are processed with
-    ``in_order=False`` as if time stood still: no id expires, none is late, and all are counted in one pane of a window;
-    lookups go by the clock. A table is split into segments by the ids' hash. :meth:`assign` does the following in each
-    segment, in this order and in the order of the global batch, so that results depend neither on ranks nor on threads:
+    Ids 0 and 1 are the reserved rows OUT_OF_VOCABULARY and MISSING and pass through; every other int64 is an id. Equal
+    ids of two features of a shared table are two ids. The *clock* is the newest sample time, or the number of the batch
+    if samples have no time. The clock never goes back, so callers should drop samples from the future, which would
+    expire ids too early. With ``in_order=False``, for batches of a shuffled data set, time stands still: no id expires,
+    no sample is late, and all occurrences count in one pane of a window; lookups use the clock. A table is split into
+    segments by the ids' hash. :meth:`assign` does the following in each segment, in this order and in the order of the
+    global batch, so that results depend neither on ranks nor on threads:
 
     1. An id expires when its newest occurrence is more than ``expire_after`` before the clock. A sweep frees the rows
        of expired ids, a bounded number of records in every sixteenth batch.
-    2. Occurrences of resident ids get their rows. The record's time and count grow; a late sample does not make it
-       older.
+    2. Occurrences of resident ids get the ids' rows. The count and the time of the record grow; a late sample does not
+       lower the time.
     3. Occurrences of absent ids are counted over the whole batch before admission is decided, so that all occurrences
        of an id in a batch get the same row. Occurrences that are more than ``expire_after`` behind the clock admit no
        id (``late``).
-    4. An expired id that is admitted and still has its row gets it again as a new one; if it is not admitted, the row
+    4. An expired id that still has its row gets the row again, as a new one, if the id is admitted; otherwise the row
        is freed.
-    5. Where rows are wanted and the policy evicts, some are kept free: 1/64 of the segment, or what six such batches
-       need if that is more, but at most a quarter of the segment (and at least one). Where fewer are free, as many ids
-       are evicted as restore that number and 1/64 of the segment more, expired ids first.
-    6. Admitted ids get rows in the order of their first occurrence: the one freed first, if its cooldown of 4 batches
-       is over, else one never used. An id that gets none (the segment is full, or its free rows are in cooldown) uses
-       OUT_OF_VOCABULARY in this batch and is counted in ``refused``.
+    5. If new ids need rows and the policy evicts, some rows are kept free: 1/64 of the segment, or the rows of six such
+       batches if that is more, but at most a quarter of the segment (and at least one row). If fewer rows are free,
+       ids are evicted until this number and 1/64 of the segment more are free, expired ids first.
+    6. Admitted ids get rows in the order of their first occurrence: the row that was freed first, if its cooldown of 4
+       batches is over, else a row that was never used. If there is no such row, the id uses OUT_OF_VOCABULARY in this
+       batch and is counted in ``refused``.
 
-    Memory: 16 bytes a row in use and 5 to 6.25 bytes of slots, committed as the table grows, and the sketch of
+    Memory: 16 bytes for a row in use and 5 to 6.25 bytes of slots, committed as the table grows, and the sketch of
     ``Admission``. Training on CUDA uses the same tables: ids are translated before the batch is copied to the device.
 
     Args:
-        tables: by name.
-        features: names in the order in which :meth:`assign` takes their ids; ids of features that no table serves pass
-            through.
-        seed: of probabilistic admission, the only random choice.
-        max_segments: segments of a table at most; at least the number of ranks, and independent of it.
-        group: gloo, of all ranks, each of which then calls every method together with the others and passes its own
-            slice of the batch; None for one process.
+        tables: configurations by name.
+        features: names of the features in the order in which :meth:`assign` takes their ids; ids of features without a
+            table pass through.
+        seed: seed of probabilistic admission, the only random choice.
+        max_segments: largest number of segments of a table; at least the number of ranks.
+        group: gloo group of all ranks, or None for one process. All ranks call a method together, each with its own
+            slice of the batch.
 
     Attributes:
-        num_embeddings: rows of each table's embedding table: 2 and the capacity, rounded up to equal segments, whose
+        num_embeddings: rows of each table's embedding table: 2, and the capacity rounded up to equal segments, whose
             rows follow one another from row 2 on.
 
     Raises:
@@ -155,21 +155,21 @@ class IdTables:
     def assign(
         self, ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None = None, *, in_order: bool = True
     ) -> tuple[np.ndarray, NewRows]:
-        """Translates the ids of a training batch, and gives rows to new ones.
+        """Translates the ids of a training batch, and gives rows to new ids.
 
         Args:
-            ids: of this rank's slice, int64 [V].
-            splits: feature f has the ids from splits[f] to splits[f + 1], int64 [F + 1].
-            times: of the sample that each id belongs to, in seconds since the epoch, int64 [V]; always or never.
-            in_order: whether the times of batches rise, but for late samples.
+            ids: ids of this rank's slice, int64 [V].
+            splits: bounds of the features' ids, int64 [F + 1]: feature f has the ids from splits[f] to splits[f + 1].
+            times: time of each id's sample, in seconds since the epoch, int64 [V]; for every batch or for none.
+            in_order: whether the times of batches rise, except for late samples.
 
         Returns:
-            rows, int64 [V], and the rows given to new ids, which must be reset before the batch is trained on, and
-            after the steps of all batches before it (:class:`RowInitializer`): these may use the rows for other ids.
+            rows, int64 [V], and the rows of new ids. These must be reset (:class:`RowInitializer`) after the steps of
+            all earlier batches, which may use the rows for other ids, and before the step of this batch.
 
         Raises:
-            ValueError: an array has a wrong type or shape, or a time is not in [0, 2^32); raised on every rank, and
-                nothing has changed. Or it is called in a copy of the tables, in another process.
+            ValueError: an array has a wrong type or shape, or a time is not in [0, 2^32); every rank raises, and
+                nothing has changed. Or these tables are a copy in another process.
         """
         self._require_own_process()
         timed = None if self._unit == _UNKNOWN else self._unit == _SECONDS
@@ -189,7 +189,7 @@ class IdTables:
         return self._exchange.send_back(rows), NewRows(*self._exchange.all_columns(columns))
 
     def rows_of(self, ids: np.ndarray, splits: np.ndarray) -> np.ndarray:
-        """Rows of ids as :meth:`assign` takes them, int64 [V]; OUT_OF_VOCABULARY for unknown ones. Changes nothing."""
+        """Finds the rows of ids as in :meth:`assign`, int64 [V]; OUT_OF_VOCABULARY for unknown ids. Changes nothing."""
         self._require_own_process()
         own = self._exchange.collect(id_error(ids, splits, self._features), ids, splits, None)
         rows, begins, occurrences = self._sorted(own)
@@ -197,12 +197,12 @@ class IdTables:
         return self._exchange.send_back(rows)
 
     def freed(self) -> dict[str, np.ndarray]:
-        """Rows of each table, int64 [n], that this rank freed in the latest :meth:`assign`."""
+        """Returns the rows of each table, int64 [n], that this rank freed in the latest :meth:`assign`."""
         table, row = rows_freed_in(self._clock.batch, self._memory)
         return {name: row[table == number] for number, name in enumerate(self._configs)}
 
     def ids_of(self, table: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Id and number of the feature, int64 [n], of rows of a table, and whether they have an id of this rank."""
+        """Returns ids and feature numbers, int64 [n], of rows of a table, and whether this rank has an id for a row."""
         number, locations = list(self._configs).index(table), self._layout.locations
         settings, held = self._layout.mapping.tables[number], (locations["table"] == number).nonzero()[0]
         own = np.full(settings["segments"], -1)  # index in ``locations`` of each segment of the table
@@ -217,7 +217,7 @@ class IdTables:
         return ids, features, resident
 
     def entries(self, table: str) -> Entries:
-        """This rank's ids of a table that are not expired."""
+        """Returns this rank's ids of a table that are not expired."""
         records, rows = [], []
         for first_row, used, expired in self._used_records(table):
             valid = (used["feature"] != FREE) & ~expired
@@ -243,14 +243,14 @@ class IdTables:
                 yield location["first_row"], used, last + expire_after < self._clock.now
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """Counters of each table, over all ranks and since it was created.
+        """Returns counters of each table, over all ranks, since the table was created.
 
-        ``resident``: rows in use now (including expired ids that no sweep has reached). ``admitted``: rows given to new
-        ids. ``refused``, ``below_threshold``: ids of a batch that found no row or were not admitted, each once a batch.
-        ``expired``, ``evicted``: ids that lost their row. ``occurrences`` of ids that are not reserved, and of those
-        ``late``: absent and too old to admit, ``unknown``: given OUT_OF_VOCABULARY. ``filter_excess``: for admission
-        "count" how much too high an estimate may be (see kernels/sketch.py) in the worst segment; the sketch is
-        overloaded where it approaches the threshold.
+        ``resident``: rows in use now, including expired ids that no sweep has reached. ``admitted``: rows given to new
+        ids. ``refused``, ``below_threshold``: ids that found no row or were not admitted, once in a batch. ``expired``,
+        ``evicted``: ids that lost their row. ``occurrences``: occurrences of ids that are not reserved; among them
+        ``late``: occurrences of absent ids, too old to admit them, and ``unknown``: occurrences that got
+        OUT_OF_VOCABULARY. ``filter_excess``: for admission "count", the error bound of an estimate (see
+        kernels/sketch.py) in the worst segment; the sketch is overloaded if the bound approaches the threshold.
         """
         tables, states = self._layout.locations["table"], self._memory.states
         local = np.zeros((len(self._configs), len(COUNTERS) + 1), np.int64)
@@ -272,10 +272,10 @@ class IdTables:
         }
 
     def state_dict(self) -> dict[str, Tensor | ShardedTensor]:
-        """State to resume exactly from here, for ``torch.distributed.checkpoint``; fixed names and shapes.
+        """Returns the state to resume exactly from here, for ``torch.distributed.checkpoint``; fixed names and shapes.
 
         The tensors, except ``progress``, share the tables' memory: copy or save them before the next batch. They are
-        sharded over the ranks by segment, and so load on another number of ranks.
+        sharded over the ranks by segment, so that another number of ranks can load them.
         """
         progress = [self._clock.now, self._clock.batch, self._unit, self._layout.fingerprint]
         sizes = self._layout.sizes
@@ -286,10 +286,10 @@ class IdTables:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned, loaded in place or a copy.
+        """Restores a state of :meth:`state_dict`, loaded in place or into a copy.
 
         Raises:
-            ValueError: the state is of tables with other names, capacities, features, counters, windows or segments.
+            ValueError: the tables of the state have other names, capacities, features, counters, windows or segments.
         """
         now, batch, unit, fingerprint = state["progress"].tolist()
         if fingerprint != self._layout.fingerprint:
@@ -308,7 +308,7 @@ class IdTables:
         rebuild_segments(self._memory)
 
     def _saved_arrays(self) -> dict[str, tuple[np.ndarray, int]]:
-        """Arrays of this rank that a checkpoint stores, and the columns of ``IdLayout.sizes`` with their lengths."""
+        """Lists the arrays of this rank for a checkpoint, with the columns of ``IdLayout.sizes`` for their lengths."""
         states, records = self._memory.states.view(np.int64), self._memory.records.view(np.int64)
         return {
             "segments": (states.reshape(-1, SEGMENT_STATE.itemsize // 8), 0),
@@ -325,7 +325,7 @@ class IdTables:
             )
 
     def _sorted(self, own: OwnedIds) -> tuple[np.ndarray, np.ndarray, Occurrences]:
-        """Rows to fill, those of ids that pass through filled; begin of each segment's ids; the ids by segment."""
+        """Returns rows, filled for ids that pass through; the begin of each segment's ids; and the ids by segment."""
         mapping, first = self._layout.mapping, self._layout.first_segments[self._layout.rank]
         segments, hashes, rows = segments_of_ids(own.ids, own.splits, mapping, first)
         begins, positions, sorted_hashes, features = sort_by_segment(
@@ -334,7 +334,7 @@ class IdTables:
         return rows, begins, Occurrences(positions, sorted_hashes, features, own.ids, own.times)
 
     def _in_threads(self, kernel: Callable[..., None], begins: np.ndarray, *arguments: Any) -> None:
-        """Runs a kernel on all segments, split among threads into ranges of about as many ids."""
+        """Runs a kernel on all segments, in threads that have about equally many ids."""
         count = max(1, min(torch.get_num_threads(), int(begins[-1]) // _MIN_IDS_OF_THREAD))
         bounds = np.searchsorted(begins, np.arange(1, count) * begins[-1] // count)
         ranges = pairwise([0, *bounds.tolist(), len(self._memory.states)])

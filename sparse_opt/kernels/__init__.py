@@ -1,1 +1,1 @@
-"""Row kernels: plain torch for any device, numba for CPU, Triton for CUDA, and the dense oracle."""
+"""Row kernels: plain torch for any device, numba for CPU, Triton for CUDA."""

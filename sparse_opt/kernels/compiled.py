@@ -1,4 +1,4 @@
-"""Compiling of kernels by numba, kept on disk for as long as the sources of all kernels stay what they are."""
+"""Compilation of kernels by numba, kept on disk while the sources of all kernels stay the same."""
 
 import hashlib
 import logging
@@ -16,9 +16,9 @@ _logger = logging.getLogger(__name__)
 def compiled(**options: Any) -> Callable[[Any], Any]:
     """``numba.njit`` without the GIL, whose result is kept on disk.
 
-    numba compiles a kernel again when its own file has changed, but not when a file has whose functions or constants
-    are compiled into it: after ``git pull`` in an editable installation, rows would be updated by the rule of before.
-    So what was kept under other sources is removed first.
+    numba compiles a kernel again when its own file has changed, but not when another file with functions or constants
+    of the kernel has: after ``git pull`` in an editable installation, rows would be updated by the old rule. Results
+    for other sources are therefore removed first.
     """
 
     def decorate(function: Any) -> Any:
@@ -32,7 +32,7 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
 
 
 class _Announcement(event.Listener):
-    """Says once that kernels are being compiled, which takes so long that the process seems to hang."""
+    """Says once that kernels are being compiled, because the process would seem to hang."""
 
     def __init__(self) -> None:
         self._is_made = False

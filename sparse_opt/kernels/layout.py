@@ -1,6 +1,6 @@
-"""Arguments that the row kernels share: the geometry of a lookup, the limits of its tables, and Adam's state.
+"""Arguments that the row kernels share: the layout of a lookup, the limits of its tables, and Adam's state.
 
-The tuples hold torch tensors, or numpy arrays on the same memory for numba; :func:`to_numpy` converts them.
+The tuples hold torch tensors, or for numba the numpy arrays on the same memory that :func:`to_numpy` makes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from ..algorithm.adam import AdamConstants, AdamScalars, FtrlConstants
 
 _MOST_SIZES = 64
 """Batch sizes whose blocks a lookup keeps."""
-DECAY_INTERVAL = 32
-"""Rows are checked for decay after steps that are multiples of it (see numba_replay.py)."""
+REST_INTERVAL = 32
+"""Rows may come to rest after steps that are multiples of this number (see numba_replay.py)."""
 
 
 class LookupLayout(NamedTuple):
@@ -56,8 +56,8 @@ class LookupBags(NamedTuple):
 class BagsOfLookup:
     """Finds where the bags of a lookup's forward passes have their outputs.
 
-    ``feature_table`` has the table of each feature, [T], those of a table neighbours; all tables of a sequence (not
-    pooled) have the same columns.
+    ``feature_table`` has the table of each feature, [T]; features of a table are neighbours. The tables of a sequence
+    (not pooled) have equally many columns.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class BagsOfLookup:
         self._pooled: dict[int, tuple[Blocks, int]] = {}
 
     def of(self, inputs: Mapping[str, Any]) -> LookupBags:
-        """Ids of a forward pass, from the keyword arguments of FBGEMM's forward."""
+        """Makes the bags of a forward pass from the keyword arguments of FBGEMM's forward."""
         if inputs.get("vbe_output") is not None:
             raise UserError(
                 "under a variable batch size per feature, tables that are looked up separately write into one output,"
@@ -85,11 +85,11 @@ class BagsOfLookup:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The blocks of the batch sizes so far, which a CUDA graph must hold as long as it is replayed."""
+        """Blocks of all batch sizes so far; they must live as long as a CUDA graph is replayed."""
         return tuple(tensor for blocks, _ in self._pooled.values() for tensor in blocks)
 
     def _pooled_blocks(self, size: int) -> tuple[Blocks, int]:
-        """Blocks of batches of ``size`` samples, and the elements of their output; made once for each size."""
+        """Returns the blocks of batches of ``size`` samples and the elements of the output, made once for a size."""
         if size not in self._pooled:
             if len(self._pooled) == _MOST_SIZES:
                 self._pooled.clear()
@@ -107,7 +107,7 @@ class BagsOfLookup:
         return self._blocks(tables, first_bag, (ends - elements).ravel(), dims), int(elements.sum())
 
     def _sequences(self, indices: Tensor, offsets: Tensor) -> LookupBags:
-        """Every id is a bag; the features' first ones stay on the device."""
+        """Makes the bags of sequences, where every id is a bag; the features' first bags stay on the device."""
         size, dim = (len(offsets) - 1) // len(self._dims), int(self._dims[0])
         first_bag = (
             offsets[::size].long().contiguous() if size else offsets.new_zeros(len(self._dims) + 1, dtype=torch.int64)
@@ -128,7 +128,7 @@ class BagsOfLookup:
 
 
 class LookupIds(NamedTuple):
-    """Ids of one lookup, sorted by row; found once, for the forward and the backward pass."""
+    """Ids of one lookup, sorted by row. The forward pass finds them for the backward pass too."""
 
     address: Tensor  # offset of the output of each id's bag in the lookup's output, int [nnz]
     order: Tensor  # index of each id in order of the rows, int64 [nnz]; a row's ids stay in the order of the batch
@@ -142,10 +142,9 @@ class LookupBackward:
 
     bags: LookupBags  # ids of the forward pass, nnz in all
     id_weights: Tensor | None  # factor of each id in its bag's sum, float [nnz]; None for ones
-    # gradient of the lookup's output, float; [B, sum D] of pooled rows, [nnz, D] of sequences, flat under a variable
-    # batch size
+    # gradient of the output, float: [B, sum D] of pooled rows, [nnz, D] of sequences, flat under a variable batch size
     output_grad: Tensor
-    ids: LookupIds | None = None  # rows of the ids, if the forward pass has found them already
+    ids: LookupIds | None = None  # rows of the ids, if the forward pass has found them
 
 
 class TableClips(NamedTuple):
@@ -158,9 +157,9 @@ class TableClips(NamedTuple):
 
 
 class AdamState(NamedTuple):
-    """Weights and moments of a lookup's tables, flat, in the same order; the moments in float32.
+    """Weights and moments of a lookup's tables, flat, in the same order; the moments are float32.
 
-    ``exp_avg_sq`` of a weight under FTRL is its sum of squared gradients, and ``exp_avg`` stays 0.
+    ``exp_avg_sq`` of a weight under FTRL is the sum of its squared gradients, and its ``exp_avg`` stays 0.
     """
 
     weights: Tensor
@@ -177,11 +176,11 @@ class StepScalars(NamedTuple):
 
 
 class DeviceSteps(NamedTuple):
-    """Steps of a lookup as the kernels read them, so that nothing of them is an argument that changes."""
+    """Steps of a lookup on the device, so that kernels need no argument that changes from step to step."""
 
-    # steps taken, including one that is being taken, int32 [1]: rows take that step, or are brought to it
+    # latest step, which rows take or catch up to: the number of steps taken, and one more during a step, int32 [1]
     taken: Tensor
-    # last step that each row took, int32 [rows of all tables]; ``~t`` (negative) for a row that decayed in step t.
+    # last step that each row took, int32 [rows of all tables]; ``~t`` (negative) for a row that came to rest in step t.
     # Empty where rows are not replayed
     last_step: Tensor
     step_sizes: Tensor  # as in StepScalars
@@ -189,23 +188,20 @@ class DeviceSteps(NamedTuple):
     decays: Tensor  # as in StepScalars
     lr_factors: Tensor  # factor of each table's learning rate, float32 [tables]
     log_beta2: Tensor  # logarithm of beta2, float64 [1]
-    # leading columns of each table that are under Adam and catch up; others are under FTRL; int64 [tables]
-    adam_columns: Tensor
+    adam_columns: Tensor  # leading columns of each table that are under Adam, and not under FTRL, int64 [tables]
 
 
 class RowResults(NamedTuple):
     """Clip statistics of the distinct rows of a backward pass."""
 
     ratio: Tensor  # ``||g|| / limit`` of each row, float32 [nnz]
-    table: Tensor  # its table, int [nnz]; -1 in the padding
+    table: Tensor  # table of each row, int [nnz]; -1 in the padding
 
 
 class RestThresholds(NamedTuple):
-    """Thresholds below which an element is at rest (see replay.py)."""
+    """Thresholds of an element at rest (see replay.py)."""
 
-    # the configured learning rate; a first moment is judged by it or by the step's, if larger, each times the table's
-    # factor
-    lr: float
+    lr: float  # least learning rate for ``motion``, to be multiplied by the table's factor
     weight: float  # largest weight
     motion: float  # largest product of first moment and learning rate
 
@@ -214,14 +210,14 @@ class AdamRows(NamedTuple):
     """Adam on the rows of a lookup, as the back ends take it."""
 
     state: AdamState  # weights and moments, updated in place
-    constants: AdamConstants  # the settings
-    thresholds: RestThresholds  # of rows at rest; those of no row where rows are not replayed
-    steps: DeviceSteps  # the steps; ``last_step`` is updated in place, and empty where rows are not replayed
-    step: int  # the latest step: it is being taken, or rows are brought to it
-    scalars: AdamScalars  # of that step
+    constants: AdamConstants
+    thresholds: RestThresholds
+    steps: DeviceSteps  # ``last_step`` is updated in place
+    step: int  # latest step, which rows take or catch up to
+    scalars: AdamScalars  # scalars of that step
     log_beta2: float  # as in DeviceSteps
-    clips_absent: bool  # whether L2's gradient of an absent row may exceed the row's limit
-    ftrl: FtrlConstants | None  # settings of the columns under FTRL; None if there are none
+    clips_absent: bool  # whether the L2 gradient of an absent row may exceed the row's limit
+    ftrl: FtrlConstants | None  # settings of the columns under FTRL; None without such columns
 
     @property
     def replays(self) -> bool:
@@ -229,12 +225,12 @@ class AdamRows(NamedTuple):
 
 
 class StaleRows(NamedTuple):
-    """Distinct rows to be brought up to date, each [n]."""
+    """Distinct rows that are behind, each [n]."""
 
-    table: Tensor  # their tables
+    table: Tensor  # table of each row
     start: Tensor  # offset of each row's first element in the flat weights
     row: Tensor  # index of each row among the rows of all tables
-    last: Tensor  # step that each took last
+    last: Tensor  # last step that each row took
 
 
 def to_numpy(values: Any) -> Any:

@@ -1,37 +1,37 @@
 """CPU kernels for replay: the Adam steps that embedding rows missed while their ids were absent from the batches.
 
-The gradient of a missed step is L2's alone. The kernels take these steps with the arithmetic of algorithm/adam.py, so a
-row is bit-identical to one that took every step in time. The cost stays low because many rows take a step together in
-vector registers, only rows that are looked up are replayed, and *decayed* rows take no more steps.
+The gradient of a missed step is that of L2 alone. The kernels take the steps with the arithmetic of algorithm/adam.py,
+so a row is bit-identical to a row that took every step in time. The cost is low because many rows take a step together
+in vector registers, only rows that are looked up are replayed, and rows *at rest* take no more steps.
 
-An element has decayed when it can still change by no more than the thresholds (see optim/replay.py): its first moment
-is then set to zero and, where there is L2, its weight too. Once all elements of a row have decayed, only its second
-moment still changes, by a constant factor a step; ``last_step`` then holds ``~t`` (negative), t being the step in which
-the row decayed. Decoupled weight decay without L2 changes weights even then: a row decays only once they are zero, and
-until then its steps are short. Rows are checked after steps that are multiples of 32, so that the result does not
-depend on when and how often a row is read. Compiled by numba without the GIL, float32 only. Sizes: n rows, D columns.
+An element is at rest when it can change by no more than the thresholds (see optim/replay.py): its first moment is then
+set to zero and, under L2, its weight too. Once all elements of a row are at rest, only the second moments change, by a
+constant factor a step. ``last_step`` is then ``~t`` (negative) for the step t in which the row came to rest. Decoupled
+weight decay without L2 still changes weights; such a row comes to rest only when they are zero, and its steps are short
+until then. Rows are checked after steps that are multiples of 32, so that the result does not depend on when and how
+often a row is read. Compiled by numba without the GIL, float32 only. Sizes: n rows, D columns.
 """
 
 import numpy as np
 
 from ..algorithm.adam import AdamScalars
 from .compiled import compiled
-from .layout import DECAY_INTERVAL
+from .layout import REST_INTERVAL
 from .numba_rows import clip_factor, divide, load_row, prefetch_row, root, scalars_of_table, step_of_element, store_row
 
 ROW_BITS = 33
-"""Rows to be replayed are sorted by a key of 64 bits: the last step, and the index of the row in this many low bits."""
+"""Low bits of the 64-bit keys by which rows are sorted; they hold the row's index, and the high bits its last step."""
 _ELEMENTS = 512
 _VECTOR = 16
 
 
 @compiled()
 def stale_rows(tables, layout, bags, steps, keys, used):
-    """Finds the distinct rows of the given tables' ids that are behind ``steps.taken`` and have not decayed.
+    """Finds the distinct rows of the given tables' ids that are behind ``steps.taken`` and not at rest.
 
-    Writes their keys (see ROW_BITS) from the offset of each table's first id on, ``used[t]`` of them, and sets their
-    last steps to ``steps.taken``. Returns the offset of an id outside its table, or -1; rows found before it are marked
-    too.
+    Writes the rows' keys (see ROW_BITS), ``used[t]`` of them from the offset of a table's first id on, and sets the
+    rows' last steps to ``steps.taken``. Returns the offset of an id outside its table, or -1. Rows that were found
+    before that id have been written too.
     """
     begins, last_step, step = bags.begins, steps.last_step, np.int64(steps.taken[0])
     for t in tables:
@@ -53,7 +53,7 @@ def stale_rows(tables, layout, bags, steps, keys, used):
 
 @compiled()
 def join_keys(keys, begins, used):
-    """Moves the keys that :func:`stale_rows` wrote, from each ``begins[t]`` on, to the front; returns their number."""
+    """Moves the keys that :func:`stale_rows` wrote to the front; returns their number."""
     count = 0
     for t in range(len(used)):
         for i in range(begins[t], begins[t] + used[t]):
@@ -81,7 +81,7 @@ def _scalars(steps, t, lr_factor):
 
 @compiled(error_model="numpy")
 def _steps(w, m, v, count, first, end, lr_factor, steps, constants):
-    """Takes steps first + 1 .. end on the leading elements, a multiple of the vector's width, without a clip."""
+    """Takes steps first + 1 .. end on the ``count`` leading elements, a multiple of _VECTOR, without a clip."""
     for t in range(first, end):
         scalars = _scalars(steps, t, lr_factor)
         for i in range(count):
@@ -91,7 +91,7 @@ def _steps(w, m, v, count, first, end, lr_factor, steps, constants):
 
 @compiled(error_model="numpy")
 def _steps_without_moments(w, v, count, first, end, lr_factor, steps, constants):
-    """Does what :func:`_steps` does, where all first moments are zero and there is no L2."""
+    """Does :func:`_steps` where all first moments are zero and there is no L2."""
     for t in range(first, end):
         decay = _scalars(steps, t, lr_factor).decay
         for i in range(count):
@@ -108,19 +108,19 @@ def _all_zero(m, count):
 
 
 @compiled()
-def _zero_decayed(w, m, count, twice_l2, step_size, lr_factor, thresholds):
-    """Sets decayed ones of the leading elements to zero; without branches, so that it runs in vector registers."""
-    # A first moment that moves no weight for lack of a rate still decays as under any.
+def _zero_at_rest(w, m, count, twice_l2, step_size, lr_factor, thresholds):
+    """Sets leading elements at rest to zero; without branches, so that the loop runs in vector registers."""
+    # Under a factor of 0, first moments come to rest as under a factor of 1.
     lr = max(thresholds.lr, step_size) * (lr_factor if lr_factor > 0 else np.float32(1))
     for i in range(count):
-        decayed = (abs(m[i]) * lr <= thresholds.motion) & ((twice_l2 == 0) | (abs(w[i]) <= thresholds.weight))
-        m[i] = np.float32(0) if decayed else m[i]
-        w[i] = np.float32(0) if decayed & (twice_l2 > 0) else w[i]
+        rests = (abs(m[i]) * lr <= thresholds.motion) & ((twice_l2 == 0) | (abs(w[i]) <= thresholds.weight))
+        m[i] = np.float32(0) if rests else m[i]
+        w[i] = np.float32(0) if rests & (twice_l2 > 0) else w[i]
 
 
 @compiled()
-def _has_decayed(w, m, low, high, constants):
-    """True if all elements of a row have decayed."""
+def _is_at_rest(w, m, low, high, constants):
+    """True if all elements of a row are at rest."""
     moving, shrinks = False, (constants.twice_l2 > 0) | (constants.weight_decay > 0)
     for i in range(low, high):
         moving |= (m[i] != 0) | (shrinks & (w[i] != 0))
@@ -131,10 +131,10 @@ def _has_decayed(w, m, low, high, constants):
 def replay_rows(part, parts, dim, lr_factor, rows, state, steps, constants, thresholds):
     """Takes the missed steps of rows' leading ``dim`` columns, where no absent row can exceed its clip limit, in place.
 
-    The rows are :class:`StaleRows` of tables whose learning rate is ``lr_factor`` times the steps', sorted by their
-    last steps. This call takes every ``parts``-th row, so that all calls have about as many steps to take, and
-    processes its rows in blocks. A row enters its block's buffers at the first step that it missed and leaves them when
-    it has decayed.
+    ``rows`` are :class:`StaleRows`, sorted by their last steps, of tables whose learning rate is ``lr_factor`` times
+    the steps'. A call takes every ``parts``-th row, so that all calls have about equally many steps to take, and
+    processes its rows in blocks. A row enters the buffers of its block at the first step that it missed, and leaves
+    them when it comes to rest.
     """
     last_step, step = steps.last_step, np.int64(steps.taken[0])
     capacity = max(1, _ELEMENTS // max(1, dim))
@@ -152,7 +152,7 @@ def replay_rows(part, parts, dim, lr_factor, rows, state, steps, constants, thre
                 row_of_slot[active] = following
                 active += 1
                 following += parts
-            until = min(step, (now // DECAY_INTERVAL + 1) * DECAY_INTERVAL)
+            until = min(step, (now // REST_INTERVAL + 1) * REST_INTERVAL)
             if following < end:
                 until = min(until, rows.last[following])
             used = (active * dim + _VECTOR - 1) // _VECTOR * _VECTOR
@@ -161,12 +161,12 @@ def replay_rows(part, parts, dim, lr_factor, rows, state, steps, constants, thre
             else:
                 _steps(w, m, v, used, now, until, lr_factor, steps, constants)
             now = until
-            if now % DECAY_INTERVAL == 0:
-                _zero_decayed(w, m, used, constants.twice_l2, steps.step_sizes[now - 1], lr_factor, thresholds)
+            if now % REST_INTERVAL == 0:
+                _zero_at_rest(w, m, used, constants.twice_l2, steps.step_sizes[now - 1], lr_factor, thresholds)
                 slot = 0
                 while slot < active:
                     low, high = slot * dim, slot * dim + dim
-                    if not _has_decayed(w, m, low, high, constants):
+                    if not _is_at_rest(w, m, low, high, constants):
                         slot += 1
                         continue
                     i = row_of_slot[slot]
@@ -189,7 +189,7 @@ def replay_rows(part, parts, dim, lr_factor, rows, state, steps, constants, thre
 
 @compiled()
 def replay_clipped_rows(part, parts, dim, lr_factor, rows, state, steps, constants, thresholds, clips):
-    """Does the work of :func:`replay_rows` row by row, where L2's gradient of an absent row may exceed its limit."""
+    """Does :func:`replay_rows` row by row, where the L2 gradient of an absent row may exceed the row's limit."""
     last_step, step = steps.last_step, np.int64(steps.taken[0])
     for i in range(part, len(rows.start), parts):
         t, start = rows.table[i], rows.start[i]
@@ -209,8 +209,8 @@ def replay_clipped_rows(part, parts, dim, lr_factor, rows, state, steps, constan
                 g[d] *= factor
             for d in range(dim):
                 w[d], m[d], v[d] = step_of_element(w[d], m[d], v[d], g[d], constants, scalars, root, divide)
-            if (now + 1) % DECAY_INTERVAL == 0:
-                _zero_decayed(w, m, dim, constants.twice_l2, steps.step_sizes[now], lr_factor, thresholds)
-                if _has_decayed(w, m, 0, dim, constants):
+            if (now + 1) % REST_INTERVAL == 0:
+                _zero_at_rest(w, m, dim, constants.twice_l2, steps.step_sizes[now], lr_factor, thresholds)
+                if _is_at_rest(w, m, 0, dim, constants):
                     last_step[rows.row[i]] = ~(now + 1)
                     break

@@ -2,7 +2,7 @@
 
 Numba compiles them without the GIL, so that groups of tables run in parallel threads; float32 only. Within a table,
 sums run in the order of the batch, so the results do not depend on the number of threads. torch_rows.py is the plain
-definition that tests compare with. Sizes: U distinct rows, D columns, S blocks of bags, nnz ids.
+definition, which tests compare. Sizes: U distinct rows, D columns, S blocks of bags, nnz ids.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from .layout import Blocks, LookupBags, to_numpy
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BAGS = 32
-"""Bags whose gradients are summed at a time, so that the memory they use fits the first-level cache."""
+"""Bags whose gradients are summed at a time, so that they fit the first-level cache."""
 
 
 class Bags(NamedTuple):
@@ -57,7 +57,7 @@ def bags_of(bags: LookupBags) -> Bags:
 def distinct(ids, num_rows, first, rows, counts, slots):
     """Numbers the distinct ids, from ``first`` on, in the order of their first occurrence.
 
-    Writes each one's id into ``rows``, its occurrences into ``counts`` (initially zeros), and the number of each id
+    Writes each distinct id into ``rows``, its occurrences into ``counts`` (initially zeros), and the numbers of all ids
     into ``slots``. Returns the position of an id outside [0, num_rows) or -1, and one past the last number.
     """
     n = len(ids)
@@ -91,7 +91,7 @@ def distinct(ids, num_rows, first, rows, counts, slots):
 
 @compiled(inline="always", error_model="numpy")
 def _add_to(sums, slot, dim, weight, grad, address):
-    """Adds an output gradient to a row's; four columns at a time, which compile to one vector operation."""
+    """Adds an output gradient to a row's gradient, four columns at a time, which compile to one vector operation."""
     quads = dim // 4 * 4
     for low in range(0, quads, 4):
         for d in range(4):
@@ -104,8 +104,8 @@ def _add_to(sums, slot, dim, weight, grad, address):
 def sum_rows(tables, layout, bags, id_weights, grad):
     """Sums the output gradient, flat, over the occurrences of each distinct row of some tables.
 
-    Sums in float64: a frequent id of a large batch adds tens of thousands of terms of either sign. Returns the offset
-    in ``bags.indices`` of an id outside its table, or -1; and the :class:`DistinctRows`.
+    Sums are in float64, because a frequent id of a large batch has tens of thousands of terms of either sign. Returns
+    the offset in ``bags.indices`` of an id outside its table, or -1; and the :class:`DistinctRows`.
     """
     begins = bags.begins
     n = 0
@@ -144,7 +144,7 @@ def sum_rows(tables, layout, bags, id_weights, grad):
 
 @compiled(inline="always", error_model="numpy")
 def _norm(row, width):
-    # Of float32 in float64, as row_norms in clip.py: the result does not depend on the order of the sum.
+    # A sum of float32 numbers in float64 as in row_norms of clip.py, which does not depend on the order.
     total = 0.0
     for d in range(width):
         value = np.float64(np.float32(row[d]))
@@ -154,7 +154,7 @@ def _norm(row, width):
 
 @compiled(inline="always", error_model="numpy")
 def clip_factor(weight, grad, count, clips, t):
-    """Clip factor of a row of table ``t``, and its ratio ``||g|| / limit``. Source: limits_of_norms in clip.py."""
+    """Returns a row's clip factor and ratio ``||g|| / limit`` in table ``t``. Source: limits_of_norms in clip.py."""
     limit = max(clips.r[t] * _norm(weight, clips.columns[t]), clips.floor[t])
     if clips.per_occurrence[t]:
         limit *= np.float32(count)
@@ -165,7 +165,7 @@ def clip_factor(weight, grad, count, clips, t):
 
 
 _AHEAD = 16
-"""Rows by which a row of weights is requested before its turn."""
+"""Number of rows between the request of a row's weights and their use."""
 _LINE = 16
 """float32 numbers of a cache line."""
 
@@ -188,7 +188,7 @@ def prefetch(typing_context, array, index):
 
 @compiled(inline="always", error_model="numpy")
 def prefetch_elements(flat, start, dim):
-    """Requests a row of a flat array, which may be anywhere in memory, while earlier rows are computed."""
+    """Requests a row of a flat array while earlier rows are computed."""
     for i in range(start, start + dim, _LINE):
         prefetch(flat, i)
     prefetch(flat, start + dim - 1)
@@ -235,7 +235,7 @@ def factors_of_ids(tables, distinct_rows, layout, bags, clips, ratios, weights, 
 
 @compiled(error_model="numpy")
 def write_row_gradients(tables, distinct_rows, layout, bags, clips, ratios, weights, twice_l2, output_grad):
-    """Writes each row's clipped gradient, L2 included, at its first id into ``output_grad``, flat, of zeros."""
+    """Writes each row's clipped gradient, L2 included, into ``output_grad``, flat zeros, at the row's first id."""
     tops, rows, counts, slots, sums = distinct_rows
     g, blocks = np.empty(sums.shape[1], np.float32), bags.blocks
     done, next_row = 0, 0  # distinct rows are numbered in the order of their first ids
@@ -284,7 +284,7 @@ scalars_of_table = compiled(inline="always")(table_scalars)
 
 @compiled(inline="always", error_model="numpy")
 def prefetch_row(state, start, dim):
-    """Requests a row and its moments, which may be anywhere in memory, while earlier rows are computed."""
+    """Requests a row and its moments while earlier rows are computed."""
     prefetch_elements(state.weights, start, dim)
     prefetch_elements(state.exp_avg, start, dim)
     prefetch_elements(state.exp_avg_sq, start, dim)
@@ -312,10 +312,10 @@ def store_row(w, m, v, low, state, start, dim):
 
 @compiled(error_model="numpy")
 def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constants, scalars, steps, ftrl):
-    """Takes Adam step ``steps.taken`` on the distinct rows of some tables, in place, and FTRL's where it has columns.
+    """Takes step ``steps.taken`` of Adam, and of FTRL in its columns, on the distinct rows of some tables, in place.
 
-    Where rows are replayed, writes their last steps; a decayed row (see numba_replay.py) first catches up the decay of
-    its second moment.
+    Under replay, the rows' last steps are written, and a row at rest (see numba_replay.py) first catches up the decay
+    of its second moments.
     """
     tops, rows, counts, sums = distinct_rows.tops, distinct_rows.rows, distinct_rows.counts, distinct_rows.sums
     last_step, step = steps.last_step, np.int64(steps.taken[0])
@@ -353,7 +353,7 @@ def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constan
                 w[i], m[i], v[i] = step_of_element(w[i], m[i], v[i], g[i], constants, own, root, divide)
             for u in range(block, end):
                 low, row = (u - block) * dim, start + rows[u] * dim
-                for d in range(steps.adam_columns[t], dim):  # from the memory, which has no step of Adam yet
+                for d in range(steps.adam_columns[t], dim):  # from memory, where Adam has not taken its step
                     weight, squares, gradient = state.weights[row + d], state.exp_avg_sq[row + d], sums[u, d]
                     w[low + d], v[low + d] = ftrl_of_element(
                         weight, squares, np.float32(gradient), alpha, ftrl, root, divide

@@ -14,9 +14,9 @@ _OFF = nullcontext()
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
-    """A range of that name in torch's profiler; none while it is off, where torch's own would take 5 us each.
+    """Makes a range in torch's profiler; no range while the profiler is off, because torch's own takes 5 us.
 
-    It is recorded as an operator, because the profiler ascribes kernels to operators: those that Triton launches in a
+    The range is recorded as an operator, because the profiler ascribes kernels to operators: kernels of Triton in a
     range of `record_function` would belong to nothing.
     """
     return _RecordFunctionFast(name) if torch.autograd._profiler_enabled() else _OFF

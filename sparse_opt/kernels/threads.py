@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 _LEAST_WORK = 1 << 15
-"""Work for which several threads pay: ids, or missed steps of rows, of about 5 ns each."""
+"""Work from which several threads are faster: ids, or missed steps of rows, of about 5 ns each."""
 
 
 def threads_for(work: int) -> int:
-    """Threads for so much work: as many as torch uses, or one for little, which is done before another wakes up."""
+    """Number of threads for some work: that of torch, or one for little work, which ends before another wakes up."""
     return torch.get_num_threads() if work > _LEAST_WORK else 1
 
 
 def balanced_groups(work: np.ndarray) -> list[np.ndarray]:
-    """Splits table numbers into groups of about equal work, one for each thread: largest first, to the least loaded."""
+    """Splits table numbers into a group of about equal work for each thread: largest table first, to the least load."""
     threads = min(threads_for(int(work.sum())), len(work))
     if threads == 1:
         return [np.arange(len(work))]

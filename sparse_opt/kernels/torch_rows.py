@@ -1,7 +1,7 @@
 """Gradients of a lookup's distinct rows from the gradient of its output, in plain torch, on any device.
 
-No step waits for the device: the number of distinct rows U stays there, and all rows' tensors are padded to the number
-of ids, ``nnz``. Sizes: D the widest table, nnz ids in all.
+No step waits for the device: the number U of distinct rows stays on the device, and tensors of rows are padded to the
+number of ids, nnz. Sizes: nnz ids, D columns of the widest table.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ def find_rows(layout: LookupLayout, bags: LookupBags) -> LookupIds:
 
 
 def row_begins(row: Tensor) -> Tensor:
-    """Finds where each distinct value of sorted rows begins, then their number: int64 [nnz + 1] of [nnz]."""
+    """Finds where each distinct value of sorted rows [nnz] begins, padded with nnz: int64 [nnz + 1]."""
     slot = torch.zeros_like(row, dtype=torch.int64)
     slot[1:] = (row[1:] != row[:-1]).cumsum(0)
     return torch.searchsorted(slot, torch.arange(len(row) + 1, device=row.device))
@@ -76,7 +76,7 @@ class RowGradients:
     counts: RowCounts  # occurrences of the rows
     address: Tensor  # as in LookupIds
     table: Tensor  # table of each row, int64 [nnz]
-    element: Tensor  # index of each row's elements in the flat weights, int64 [nnz, D]; outside, of its first element
+    element: Tensor  # index of each row's elements in the flat weights, int64 [nnz, D]; outside, of the first element
     inside: Tensor  # False where a row is narrower than D, bool [nnz, D]
     weight: Tensor  # weights of the rows, float [nnz, D], zero outside
     grad: Tensor  # gradients of the rows, float [nnz, D], zero outside
@@ -85,9 +85,7 @@ class RowGradients:
 def row_sums(layout: LookupLayout, ids: LookupIds, id_weights: Tensor | None, output_grad: Tensor) -> RowSums:
     """Sums the output gradient over each row's occurrences: ``g[row] = sum_i id_weight[i] * output_grad[bag(i)]``."""
     dims = torch.empty_like(ids.order).scatter_(0, ids.order, layout.dim[tables_of_rows(layout, ids.row.long())])
-    column = torch.arange(layout.max_dim, device=output_grad.device)
-    inside = column < dims[:, None]
-    element = torch.where(inside, ids.address[:, None] + column, ids.address[:, None])
+    element, inside = _elements(ids.address, dims, layout.max_dim)
     # Summed in float64, so that a row's gradient does not depend on the order of its occurrences.
     contribution = torch.where(inside, output_grad.contiguous().view(-1)[element].double(), 0)
     if id_weights is not None:
@@ -100,15 +98,14 @@ def weight_grads(layout: LookupLayout, ids: LookupIds, weights: Tensor, output_g
     """Multiplies each id's row, in the lookup's flat weights, by the output gradient of its bag; float32 [nnz]."""
     table = tables_of_rows(layout, ids.row.long())
     start = layout.start[table] + (ids.row - layout.first_row[table]) * layout.dim[table]
-    column = torch.arange(layout.max_dim, device=weights.device)
-    inside = column < layout.dim[table][:, None]
-    rows, grads = (
-        torch.where(inside, values[torch.where(inside, first[:, None] + column, first[:, None])].float(), 0)
-        for values, first in ((weights, start), (output_grad.contiguous().view(-1), ids.address[ids.order].long()))
-    )
-    return torch.empty(len(table), dtype=torch.float32, device=weights.device).scatter_(
-        0, ids.order, (rows * grads).sum(1)
-    )
+
+    def columns_at(first: Tensor, values: Tensor) -> Tensor:
+        element, inside = _elements(first, layout.dim[table], layout.max_dim)
+        return torch.where(inside, values[element].float(), 0)
+
+    grads = columns_at(ids.address[ids.order].long(), output_grad.contiguous().view(-1))
+    products = (columns_at(start, weights) * grads).sum(1)
+    return torch.empty(len(table), dtype=torch.float32, device=weights.device).scatter_(0, ids.order, products)
 
 
 def with_sums(layout: LookupLayout, ids: LookupIds, sums: Tensor, dtype: torch.dtype) -> RowSums:
@@ -155,16 +152,20 @@ def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:
 
 def with_weights(rows: RowSums, layout: LookupLayout, weights: Tensor) -> RowGradients:
     """Rounds rows' gradients and gathers the rows from the lookup's flat weights."""
-    column = torch.arange(layout.max_dim, device=weights.device)
-    inside = column < layout.dim[rows.table][:, None]
-    start = rows.start[:, None]
-    element = torch.where(inside, start + column, start)
+    element, inside = _elements(rows.start, layout.dim[rows.table], layout.max_dim)
     weight = torch.where(inside, weights[element].to(rows.dtype), 0)
     return RowGradients(rows.counts, rows.address, rows.table, element, inside, weight, rows.sums.to(rows.dtype))
 
 
+def _elements(first: Tensor, dims: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Indices of rows' elements in a flat tensor, int [n, most], outside of the first element, and which are inside."""
+    column = torch.arange(most, device=first.device)
+    inside = column < dims[:, None]
+    return torch.where(inside, first[:, None] + column, first[:, None]), inside
+
+
 def scatter_rows(flat: Tensor, element: Tensor, rows: RowGradients) -> None:
-    """Writes the gradients of rows at elements of a flat tensor, int64 [nnz, D]; outside, of their first element."""
+    """Writes the gradients of rows at elements of a flat tensor, int64 [nnz, D]; outside, at the first element."""
     # Padding repeats a real row, whose elements are then written twice with the same values.
     flat[element] = torch.where(rows.inside, rows.grad, rows.grad[:, :1]).to(flat.dtype)
 
@@ -190,7 +191,7 @@ def rows_of_sums(layout: LookupLayout, sums: RowSums) -> Tensor:
 
 
 def is_behind(last: Tensor, step: int) -> Tensor:
-    """True for rows with these last steps that have missed steps up to ``step`` and have not decayed, bool [n]."""
+    """True for rows with these last steps that have missed steps up to ``step`` and are not at rest, bool [n]."""
     return (last >= 0) & (last < step)
 
 

@@ -1,8 +1,8 @@
 """CUDA kernel that replays the missed steps of embedding rows (see numba_replay.py), bit-identical to the CPU's.
 
 A step depends on the step before it, so the longest absence sets the time: a program holds as few rows as fill a warp,
-and each row starts in the first turns of its loop. A step's scalars are loaded during the step before, because the
-machine code waits for a step's loads ahead of its root.
+and each row starts in the first turns of the loop. The scalars of a step are loaded during the step before, because the
+machine code waits for them before the root.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..algorithm.adam import AdamConstants
-from .layout import DECAY_INTERVAL, AdamState, DeviceSteps, LookupLayout, RestThresholds, TableClips
+from .layout import REST_INTERVAL, AdamState, DeviceSteps, LookupLayout, RestThresholds, TableClips
 from .triton_rows import (
     clip_factors,
     divide,
@@ -28,7 +28,7 @@ from .triton_rows import (
 ELEMENTS = 32
 """Elements of a program's rows, unless one row has more."""
 _UNROLLED = 2
-"""Turns that are compiled as one where a thread has one element; four need registers that would start fewer warps."""
+"""Turns that are compiled as one where a thread has one element; with four turns, fewer warps have enough registers."""
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _replay_rows(
     step = tl.load(steps.taken)
     column = tl.arange(0, COLUMNS)
     last = tl.load(steps.last_step + row, mask=exists, other=step)
-    last = tl.where(last < 0, step, last)  # a decayed row takes no steps
+    last = tl.where(last < 0, step, last)  # a row at rest takes no steps
     behind = last < step
     table = tables_of(row, layout.first_row, layout.tables, HALVINGS)
     dim = tl.load(layout.dim + table, mask=behind, other=0)
@@ -90,17 +90,17 @@ def _replay_rows(
             started = moving & (last < now) & (now <= step)
             lr = tl.maximum(tl.load(steps.step_sizes + now - 1, mask=started, other=0.0), thresholds.lr)
             lr = lr * tl.where(lr_factor > 0, lr_factor, 1.0)
-            decayed = tl.abs(m) * lr[:, None] <= thresholds.motion
+            rests = tl.abs(m) * lr[:, None] <= thresholds.motion
             if HAS_L2:
-                decayed = decayed & (tl.abs(w) <= thresholds.weight)
-                w = tl.where(started[:, None] & decayed, 0.0, w)
-            m = tl.where(started[:, None] & decayed, 0.0, m)
+                rests = rests & (tl.abs(w) <= thresholds.weight)
+                w = tl.where(started[:, None] & rests, 0.0, w)
+            m = tl.where(started[:, None] & rests, 0.0, m)
             if HAS_DECAY:
-                decayed = decayed & (w == 0.0)
-            row_decayed = started & (tl.min(decayed.to(tl.int32), axis=1) == 1)
-            reached = tl.where(row_decayed, -now - 1, reached)
-            moving = moving & (row_decayed == 0)
-            missed = tl.where(row_decayed[:, None], 0, missed)
+                rests = rests & (w == 0.0)
+            row_rests = started & (tl.min(rests.to(tl.int32), axis=1) == 1)
+            reached = tl.where(row_rests, -now - 1, reached)
+            moving = moving & (row_rests == 0)
+            missed = tl.where(row_rests[:, None], 0, missed)
             end = tl.max(tl.where(moving, step - shift, turn))
     tl.store(state.weights + element, w, mask=inside)
     tl.store(state.exp_avg + element, m, mask=inside)
@@ -139,7 +139,7 @@ def replay_rows_on_device(
 ) -> None:
     """Takes the missed steps of rows, as in :class:`LookupIds`, up to ``steps.taken``, in place.
 
-    ``clips`` are the limits of the tables where an absent row may exceed its limit; else None.
+    ``clips`` are the limits of the tables, or None if no absent row can exceed its limit.
     """
     columns = triton.next_power_of_2(layout.max_dim)
     per_program = max(1, ELEMENTS // columns)
@@ -150,7 +150,7 @@ def replay_rows_on_device(
         ROWS=per_program,
         COLUMNS=columns,
         HALVINGS=halvings(len(layout.dim)),
-        INTERVAL=DECAY_INTERVAL,
+        INTERVAL=REST_INTERVAL,
         HAS_L2=constants.twice_l2 > 0,
         HAS_DECAY=constants.weight_decay > 0,
         CLIPPED=clips is not None,

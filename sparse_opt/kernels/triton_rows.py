@@ -4,10 +4,10 @@ Fused multiply-adds are off and roots and divisions are correctly rounded, so th
 gives the same bits on every back end. Numbers that change from step to step are read from the device, so that a
 captured CUDA graph can repeat the launches.
 
-Ids are sorted by row, so a row's gradient is a sum over neighbours. It is added up in registers, in float64, in an
-order that depends on the ids alone. A frequent row may have most of a field's ids: other kernels first add up the
-blocks of ids that belong to one row entirely, and groups of such blocks, so that no program adds more than two partial
-blocks, two partial groups, and the sums of the groups between them.
+Ids are sorted by row, so a row's gradient is a sum over neighbours. The sum is added up in registers, in float64, in an
+order that depends on the ids alone. A frequent row may have most ids of a field. Other kernels therefore first add up
+blocks of ids that belong to one row, and groups of such blocks, so that no program adds more than two partial blocks,
+two partial groups, and the sums of the groups between them.
 """
 
 from types import FunctionType
@@ -30,7 +30,7 @@ from ..algorithm.adam import (
 from .layout import AdamState, DeviceSteps, LookupBags, LookupIds, LookupLayout, RowResults, TableClips
 
 MOST_PROGRAMS = 1 << 16
-"""Largest grid; programs take several blocks of rows in turn. Starting more would cost more than they save."""
+"""Largest grid. Programs take several blocks of rows in turn, because starting more programs costs more."""
 
 # Triton looks its language up in a function's globals, and algorithm/adam.py must not import Triton.
 step_of_element = triton.jit(FunctionType(adam_element.__code__, globals()))
@@ -47,13 +47,13 @@ def load_scalars(steps, step, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def root(value):
-    """Rounds correctly. Below 2^-101 it is slow for the whole warp: masked second moments are 1, not 0."""
+    """Rounds correctly. Numbers below 2^-101 are slow for the whole warp, so that masked second moments are 1."""
     return tl.sqrt_rn(value)
 
 
 @triton.jit
 def divide(numerator, denominator):
-    """Rounds correctly. Numerators of zero, as of decayed elements, would be slow for the whole warp in ``div_rn``."""
+    """Rounds correctly. Numerators of zero, as of elements at rest, would be slow for the whole warp in ``div_rn``."""
     zero = (numerator == 0.0) & (denominator > 0.0)
     return tl.where(zero, numerator, tl.div_rn(tl.where(zero, denominator, numerator), denominator))
 
@@ -185,7 +185,7 @@ def _begin_rows(changes, begin, count, IDS: tl.constexpr):
 
 
 def find_rows_on_device(layout: LookupLayout, bags: LookupBags, outside: Tensor) -> LookupIds:
-    """Computes :func:`find_rows` of at least one id; ids outside their tables become row 0 and are counted."""
+    """Does :func:`find_rows` for at least one id. Ids outside their tables become row 0 and are counted."""
     count, number, blocks = bags.indices.numel(), len(bags.offsets) - 1, bags.blocks
     # Zeros, so that offsets that do not ascend cannot leave rows outside the tables.
     dtype = torch.int32 if max(bags.size, layout.num_rows) < 1 << 31 else torch.int64
@@ -211,7 +211,7 @@ def find_rows_on_device(layout: LookupLayout, bags: LookupBags, outside: Tensor)
 
 
 def row_begins_on_device(row: Tensor) -> Tensor:
-    """Computes :func:`row_begins` on CUDA for sorted rows, int [nnz], nnz >= 1."""
+    """Does :func:`row_begins` on CUDA for sorted rows, int [nnz], nnz >= 1."""
     changes = torch.cumsum(row[1:] != row[:-1], 0, dtype=torch.int32)
     begin = torch.empty(len(row) + 1, dtype=torch.int32, device=row.device)
     _begin_rows[(triton.cdiv(len(row) + 1, _IDS),)](changes, begin, len(row), IDS=_IDS, enable_fp_fusion=False)
@@ -225,7 +225,7 @@ _POOLED = 1024
 def pool_rows_on_device(
     layout: LookupLayout, bags: LookupBags, id_weights: Tensor | None, weights: Tensor, out: Tensor
 ) -> None:
-    """Sums the rows of each bag, in float32, into ``out``, contiguous; row 0 stands for ids outside their tables."""
+    """Sums the rows of each bag, in float32, into ``out``, contiguous. Ids outside their tables use row 0."""
     number, columns = len(bags.offsets) - 1, triton.next_power_of_2(layout.max_dim)
     per_program, count_blocks = max(1, _POOLED // columns), len(bags.blocks.table)
     if number:
@@ -320,9 +320,9 @@ def sum_groups(
 
 @triton.jit
 def _whole_units(begin, end, SIZE: tl.constexpr):
-    """Splits [begin, end) into whole units of ``SIZE`` and what is before and after them.
+    """Splits [begin, end) into whole units of ``SIZE`` and the rest before and after them.
 
-    Returns the first unit, the end of the units, and the lengths before and after; without a unit all is before.
+    Returns the first unit, the end of the units, and the lengths of both rests; without a unit, all is in the first.
     """
     first = (begin + SIZE - 1) // SIZE
     last = tl.maximum(end // SIZE, first)
@@ -336,9 +336,9 @@ def row_sums(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     IDS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the gradients of rows whose sorted ids begin and end there; float64 [ROWS, COLUMNS].
+    """Adds up the gradients of rows, given where their sorted ids begin and end; float64 [ROWS, COLUMNS].
 
-    ``partial`` has the sums of blocks, then those of groups of blocks; ``GROUP`` is 0 where there are no groups.
+    ``partial`` has the sums of blocks, then the sums of groups of blocks; ``GROUP`` is 0 without groups.
     """
     first, last, head, tail = _whole_units(begin, end, BLOCK)
     sums = tl.zeros([ROWS, COLUMNS], tl.float64)
@@ -405,9 +405,9 @@ def sum_rows(
 BLOCK, GROUP = 64, 32
 """Neighbouring ids of a block, and neighbouring blocks of a group."""
 LEAST_BLOCKS = 1024
-"""Blocks of a batch below which they are not grouped: a row then has few."""
+"""Number of blocks from which they are grouped."""
 IDS, MOST_ELEMENTS = 8, 2048
-"""Ids of each row that a program adds at a time, and their elements; fewer ids of wide rows."""
+"""Ids of a row, and elements of these ids, that a program adds at most at a time."""
 ELEMENTS = 32
 """Elements of a program's rows, unless one row has more."""
 _COUNTED = 512
@@ -415,7 +415,7 @@ _COUNTED = 512
 
 @triton.jit
 def _clip(w, g, inside, occurrences, table, exists, clips, column):
-    """Returns each row's clip factor, ``||g|| / limit``, and the columns that they are for."""
+    """Returns each row's clip factor, the ratio ``||g|| / limit``, and the clipped columns."""
     measured = inside & (column[None, :] < tl.load(clips.columns + table, mask=exists, other=0)[:, None])
     r = tl.load(clips.r + table, mask=exists, other=0.0)
     floor = tl.load(clips.floor + table, mask=exists, other=0.0)
@@ -466,7 +466,7 @@ def _update(
         tl.store(state.weights + element, w, mask=inside)
         tl.store(state.exp_avg + element, m, mask=inside)
         tl.store(state.exp_avg_sq + element, v, mask=inside)
-        if REPLAYS:  # here, because the sums in between make all warps have read it
+        if REPLAYS:  # here, because the sums in between wait until all warps have read the last steps
             tl.store(steps.last_step + row, step + tl.zeros_like(last), mask=exists)
         block += tl.num_programs(0)
 
@@ -563,7 +563,7 @@ class DeviceRows:
     ) -> RowResults:
         """Adds L2, clips and takes the step ``steps.taken`` of Adam, or FTRL, on the rows, in place; weights float32.
 
-        Under replay, the rows' last steps are written, and decayed rows catch up the decay of their second moments.
+        Under replay, the rows' last steps are written, and rows at rest catch up the decay of their second moments.
         """
         results = self._results()
         arguments = (*self._arguments, clips, state, steps, results, constants, ftrl or ftrl_constants(None))

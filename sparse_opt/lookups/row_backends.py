@@ -75,12 +75,12 @@ class RowBackend(Protocol):
     def update(self, backward: LookupBackward, adam: AdamRows) -> None:
         """Adds L2, clips and takes the latest step of Adam on the rows of a backward pass, in place.
 
-        Under replay, the rows' last steps are written, and decayed rows first catch up the decay of their second
+        Under replay, the rows' last steps are written, and rows at rest first catch up the decay of their second
         moments.
         """
 
     def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
-        """Takes the missed steps of the ids' rows, except the decay of second moments of decayed rows.
+        """Takes the missed steps of the ids' rows, except the decay of second moments of rows at rest.
 
         Returns the rows of the ids if the work has found them. Rows also catch up if an id is outside its table.
         """

@@ -197,7 +197,7 @@ class LookupAdam:
         self.flush()  # what was written may have been at rest
 
     def catch_up_rows(self, rows: Tensor) -> None:
-        """Takes the missed steps of distinct rows, int64 [n], except the decay of second moments of decayed rows."""
+        """Takes the missed steps of distinct rows, int64 [n], except the decay of second moments of rows at rest."""
         with self.writing():
             behind = rows[is_behind(self.last_step[rows], self._step)]
             if len(behind):

@@ -1,4 +1,4 @@
-"""Replay of missed steps: rules that allow it, thresholds of decayed rows, and the learning rates of all steps."""
+"""Replay of missed steps: rules that allow it, thresholds of rows at rest, and the learning rates of all steps."""
 
 from collections.abc import Iterable, Sequence
 from math import inf, log
@@ -15,15 +15,15 @@ from ..algorithm.clip import RowLimit
 from ..kernels.layout import RestThresholds, StepScalars
 from ..lookups.rules import TableRules
 
-DECAYED = 1e-11
-"""Largest decayed weight under L2, which draws weights to zero; also the largest change by a decayed first moment."""
-DECAYED_WITHOUT_L2 = 1e-20
+WEIGHT_AT_REST = 1e-11
+"""Largest weight at rest under L2, which draws weights to zero; also the largest change by a first moment at rest."""
+WEIGHT_AT_REST_WITHOUT_L2 = 1e-20
 """The same without L2: a weight keeps that change, which must therefore be below the weight's last digit."""
-DECAYED_SHARE_OF_FLOOR = 1e-6
-"""Largest decayed weight as a share of the clip's floor, so that the weight's norm does not affect the limit."""
+SHARE_OF_FLOOR_AT_REST = 1e-6
+"""Largest weight at rest as a share of the clip's floor, so that the weight's norm does not affect the limit."""
 _RISE = 1000
-"""Largest learning rate of a schedule divided by ``AdamConfig.lr``; times :data:`DECAYED`, the change of a weight of
-0.1 is below the weight's last digit."""
+"""Largest learning rate of a run divided by ``AdamConfig.lr``; times :data:`WEIGHT_AT_REST`, this is below the last
+digit of a weight of 0.1."""
 _AHEAD = 1024
 """Steps whose scalars are written at a time while the learning rate stays the same."""
 _NOTHING = 2.0**-54
@@ -59,7 +59,7 @@ def log_beta2(config: AdamConfig) -> float:
 def rest_thresholds(config: AdamConfig, largest_lr_factor: float, limits: Sequence[RowLimit]) -> RestThresholds:
     """Computes thresholds for the rows of a lookup with these limits of its tables and this largest factor of lr."""
     constants = adam_constants(config)
-    weight = _decayed_weight(config, config.lr * largest_lr_factor, [limit.floor for limit in limits])
+    weight = _weight_at_rest(config, config.lr * largest_lr_factor, [limit.floor for limit in limits])
     # A rate of 0 may be followed by another one, under which moments move weights again.
     return RestThresholds(config.lr or 1.0, weight, weight * constants.eps * constants.one_minus_beta1)
 
@@ -67,10 +67,11 @@ def rest_thresholds(config: AdamConfig, largest_lr_factor: float, limits: Sequen
 def largest_rate(config: AdamConfig, lr_factors: Iterable[float]) -> float:
     """Computes the largest learning rate of a run under the thresholds of ``config.lr``.
 
-    A decayed row moves by less than :data:`DECAYED` at ``config.lr``, and by less than float32 shows at this rate.
+    A row at rest moves by less than :data:`WEIGHT_AT_REST` at ``config.lr``, and by less than float32 shows at the
+    returned rate.
     """
     converging = _converging_rate(config)
-    # In other tables, only weights of zero have decayed.
+    # In other tables, only weights of zero are at rest.
     factors = [factor for factor in (1.0, *lr_factors) if factor > 0 and config.lr * factor <= converging]
     return min(config.lr * _RISE or inf, *(converging / factor for factor in factors), inf)
 
@@ -89,13 +90,13 @@ def _converging_rate(config: AdamConfig) -> float:
     return 2 * bound / (2 * config.l2 / config.eps + bound * config.weight_decay)
 
 
-def _decayed_weight(config: AdamConfig, lr: float, floors: Sequence[float]) -> float:
-    """Computes the largest decayed weight; 0 if a weight may grow again."""
+def _weight_at_rest(config: AdamConfig, lr: float, floors: Sequence[float]) -> float:
+    """Computes the largest weight at rest; 0 if a weight may grow again."""
     if config.l2 == 0:
-        return DECAYED_WITHOUT_L2
+        return WEIGHT_AT_REST_WITHOUT_L2
     if lr > _converging_rate(config):
         return 0.0
-    return min(DECAYED, *(DECAYED_SHARE_OF_FLOOR * floor for floor in floors))
+    return min(WEIGHT_AT_REST, *(SHARE_OF_FLOOR_AT_REST * floor for floor in floors))
 
 
 class StepHistory:

@@ -1,1 +1,1 @@
-"""Compiled kernels of the id tables and the memory that they work on."""
+"""Compiled kernels of the id tables, and their memory."""

@@ -1,8 +1,8 @@
 """Lookup and assignment of rows, segment by segment; compiled by numba without the GIL.
 
 A segment processes its ids in the order of the batch, independently of other segments, so results depend neither on the
-number of threads nor on which rank holds a segment. :class:`cowrec.sparse_opt.id_tables.tables.IdTables` lists what
-happens in a segment, in this order. Sizes: V ids, n of them with a segment.
+number of threads nor on the ranks. :class:`cowrec.sparse_opt.id_tables.tables.IdTables` lists the steps of a segment.
+Sizes: V ids, n of them with a segment.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,9 @@ from .slots import BLOCK, ensure_slots, enter_slot, find_block, free_row, segmen
 
 @compiled(error_model="numpy")
 def segments_of_ids(ids, splits, mapping, first_segment):
-    """Segment of each id, int32 [V], numbered from ``first_segment``, -1 for ids that no table translates.
+    """Returns segments, int32 [V], numbered from ``first_segment``, or -1 for ids that no table translates.
 
-    Also returns the ids' hashes, uint64 [V], and rows, int64 [V], of which those without a segment are set.
+    Also returns the ids' hashes, uint64 [V], and rows, int64 [V], which are set for ids without a segment.
     """
     segments, hashes = np.empty(len(ids), np.int32), np.empty(len(ids), np.uint64)
     rows = np.empty(len(ids), np.int64)
@@ -40,7 +40,7 @@ def segments_of_ids(ids, splits, mapping, first_segment):
 
 @compiled(error_model="numpy")
 def sort_by_segment(splits, mapping, segments, hashes, count):
-    """Begin of each of ``count`` segments' ids, int64 [count + 1], and the first three of :class:`Occurrences`."""
+    """Returns the begin of each of ``count`` segments, int64 [count + 1], and three arrays of :class:`Occurrences`."""
     begins = np.zeros(count + 1, np.int64)
     for i in range(len(segments)):
         if segments[i] >= 0:
@@ -63,9 +63,9 @@ def sort_by_segment(splits, mapping, segments, hashes, count):
 
 
 _ROOM_SHARE = 64
-"""A segment that evicts keeps one in so many of its rows free."""
+"""A segment that evicts keeps one in this number of its rows free."""
 _ROOM_BATCHES = 6
-"""It also keeps as many rows free as so many batches like the current one need; freed rows cool down for four."""
+"""A segment also keeps the rows of this number of batches like the current one free; the cooldown takes four."""
 _DIGIT = 12
 
 
@@ -109,14 +109,14 @@ def make_room(segment, wanted, clock):
 
 @compiled(inline="always", error_model="numpy")
 def _eviction_key(record, table, clock):
-    """Order in which records are evicted, the smallest first; 48 bits."""
+    """Returns the key of a record, 48 bits; records with the smallest keys are evicted first."""
     by_count = table.least_frequent and not is_expired(record, table, clock)
     return (np.int64(record.count) << 32 if by_count else np.int64(0)) | np.int64(record.last_seen)
 
 
 @compiled(error_model="numpy")
 def _eviction_limit(segment, count, clock):
-    """Key of the ``count``-th resident record in eviction order, and how many records with that key are evicted."""
+    """Returns the key of the ``count``-th resident record in eviction order, and the number of its equals to evict."""
     prefix, left = np.int64(0), count
     histogram = np.empty(1 << _DIGIT, np.int64)
     records, first = segment.records, segment.location.first_record
@@ -136,21 +136,21 @@ def _eviction_limit(segment, count, clock):
 
 
 FIRST, TIMES, NEWEST, ROW = range(4)
-"""Columns of candidates: first occurrence; occurrences that are not late; their newest time; the row, or as below."""
+"""Columns of candidates: first occurrence; occurrences that are not late; their newest time; a row or a value below."""
 NO_ROW, WANTED = -1, -2
 
 
 class NewRowsOfSegments(NamedTuple):
     """Rows that :func:`assign_segments` gave to ids."""
 
-    counts: np.ndarray  # of each segment, int64 [segments]
-    rows: np.ndarray  # in the table, int64 [n]; a segment's begin where its occurrences do
+    counts: np.ndarray  # number of each segment's rows, int64 [segments]
+    rows: np.ndarray  # rows in the tables, int64 [n]; a segment's rows begin at the index of its first occurrence
     first: np.ndarray  # first occurrence of each row's id, int64 [n]
 
 
 @compiled(error_model="numpy")
 def find_segments(low, high, begins, occurrences, rows, memory, clock):
-    """Looks up the ids of segments low..high-1; ``rows``, int64 [V], get 0 for ids that have none. Changes no table."""
+    """Writes the rows of ids of segments low..high-1 into ``rows``, int64 [V], 0 for unknown ids; changes no table."""
     probes, found = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     positions, records = occurrences.position, memory.records
     for s in range(low, high):
@@ -167,7 +167,7 @@ def find_segments(low, high, begins, occurrences, rows, memory, clock):
 
 @compiled(error_model="numpy")
 def assign_segments(low, high, begins, occurrences, rows, new_rows, memory, clock):
-    """Takes the batch through segments low..high-1; fills ``rows``, int64 [V], and ``new_rows``."""
+    """Processes the batch in segments low..high-1; fills ``rows``, int64 [V], and ``new_rows``."""
     longest = 0
     for s in range(low, high):
         longest = max(longest, begins[s + 1] - begins[s])
@@ -200,7 +200,7 @@ def assign_segments(low, high, begins, occurrences, rows, new_rows, memory, cloc
 def _update_residents(begin, end, occurrences, rows, segment, clock, absent, old_rows):
     """Writes the rows of resident ids and updates their records; returns the number of the other occurrences.
 
-    These are written to ``absent``, and the row that their id has if it is expired, or -1, to ``old_rows``.
+    The other occurrences are written to ``absent``. ``old_rows`` gets the row of an expired id, or -1.
     """
     positions, times, records = occurrences.position, occurrences.times, segment.records
     first_row, first_record = segment.location.first_row, segment.location.first_record
@@ -229,7 +229,7 @@ def _update_residents(begin, end, occurrences, rows, segment, clock, absent, old
 
 @compiled(error_model="numpy")
 def _find_candidates(absent, old_rows, occurrences, segment, clock, candidate_of, candidates):
-    """Finds the distinct ids among absent occurrences, in the order of their first ones; returns their number."""
+    """Finds the distinct ids among absent occurrences, by their first occurrences; returns the number of ids."""
     positions, ids, times = occurrences.position, occurrences.ids, occurrences.times
     hashes, features, expire_after = occurrences.hash, occurrences.feature, segment.table.expire_after
     bits = 4
@@ -265,7 +265,7 @@ def _find_candidates(absent, old_rows, occurrences, segment, clock, candidate_of
 
 @compiled(error_model="numpy")
 def _admit(candidates, occurrences, segment, clock):
-    """Marks the candidates that get a new row as WANTED and returns their number; refused ones lose an expired row."""
+    """Marks candidates that get a new row as WANTED and returns their number; frees rows of candidates not admitted."""
     state, table = segment.state, segment.table
     pane = max(clock.now // table.pane_length, state.pane) if table.pane_length > 0 else np.int64(0)
     wanted = 0
@@ -295,7 +295,7 @@ def _admit(candidates, occurrences, segment, clock):
 
 @compiled(error_model="numpy")
 def _give_rows(candidates, wanted, occurrences, begin, new_rows, segment, clock):
-    """Gives rows to the admitted candidates, in their order; returns how many got one."""
+    """Gives rows to the admitted candidates, in their order; returns the number of given rows."""
     positions, ids, features = occurrences.position, occurrences.ids, occurrences.feature
     state, table = segment.state, segment.table
     for c in range(len(candidates)):
@@ -331,7 +331,7 @@ def _give_rows(candidates, wanted, occurrences, begin, new_rows, segment, clock)
 
 @compiled(error_model="numpy")
 def collect_new_rows(begins, new_rows, occurrences, locations):
-    """Table, row, id and number of the feature of all new rows, int64 [4, n], segment by segment."""
+    """Returns table, row, id and number of the feature of all new rows, int64 [4, n], segment by segment."""
     result = np.empty((4, new_rows.counts.sum()), np.int64)
     done = 0
     for s in range(len(locations)):

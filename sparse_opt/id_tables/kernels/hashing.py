@@ -20,7 +20,7 @@ def mix(state):
 
 @compiled(inline="always", error_model="numpy")
 def id_hash(id, feature):
-    """Hash of an id and of its feature's number in the table, uint64; without a seed, so all tables have one layout."""
+    """Hash of an id and of its feature's number in the table, uint64."""
     return mix(np.uint64(id) + (np.uint64(feature) + np.uint64(1)) * GOLDEN)
 
 
@@ -50,7 +50,7 @@ def tag_of(hashed, row_bits):
 
 @compiled(error_model="numpy")
 def hashed_ids(ids: np.ndarray, feature: int) -> np.ndarray:
-    """Hash of the ids of one feature, given its number in its table: uint64 [n] of int64 [n]. It must never change."""
+    """Hash of ids of one feature, given the feature's number in its table: uint64 [n] of int64 [n]."""
     found = np.empty(len(ids), np.uint64)
     for i in range(len(ids)):
         found[i] = id_hash(ids[i], feature)
@@ -62,7 +62,7 @@ def id_bucket_rows(ids: np.ndarray, buckets: int, feature: int) -> np.ndarray:
 
     Args:
         ids: int64 [n].
-        buckets: rows that the ids are hashed into; the table has two reserved rows more.
+        buckets: number of rows for the ids; the table has two reserved rows more.
         feature: number of the ids' feature in the table; equal ids of two features get different rows.
     """
     rows = RESERVED_ROWS + (hashed_ids(ids, feature) % np.uint64(buckets)).astype(np.int64)

@@ -1,17 +1,17 @@
 """Admission of absent ids: a count-min sketch that counts them over a window, or a random draw.
 
-The sketch of a segment (see memory.py) has DEPTH rows of W counters. With a window each counter is four, one for each
-*pane* of a quarter of the window; as time moves on, the oldest pane restarts from zero. No sweep is needed: a line of
-64 bytes stores the number of the pane in which it was last written beside its counters, and clears older panes when it
-is next written, so the cost of a batch is bounded by its ids. The update is conservative (Estan and Varghese 2002): of
-an id's counters in a pane only those below its new estimate are raised.
+The sketch of a segment (see memory.py) has DEPTH rows of W counters. With a window, a counter has four numbers, one for
+each *pane* of a quarter of the window, and the oldest pane restarts from zero as time moves on. No sweep is needed: a
+line of 64 bytes stores the number of the pane in which it was last written beside its counters, and older panes are
+cleared when the line is next written. The cost of a batch is therefore bounded by its ids. The update is conservative
+(Estan and Varghese 2002): among an id's counters in a pane, only those below the new estimate are raised.
 
-An id's estimate is the sum over the panes of the smallest of its counters. It is never below the id's occurrences in
-the last three quarters of the window before the clock, counted when they arrived (all of them where there is no
-window), as long as they are fewer than 65,535, where counters saturate; a threshold is at most that, so a saturated
-counter admits. It exceeds the id's occurrences in the panes by more than e * N / W with probability exp(-DEPTH) at
-most, where N is the number of occurrences that the segment counted in the panes and W the number of counters in a row
-(Cormode and Muthukrishnan 2005).
+An id's estimate is the sum over the panes of the smallest counter. Without a window, the estimate is never below the
+number of the id's occurrences; with a window, it is never below the occurrences that arrived in the last three quarters
+of the window. Counters saturate at 65,535, the largest threshold, so that a saturated counter admits. The estimate
+exceeds the id's occurrences in the panes by more than e * N / W with probability exp(-DEPTH) at most, where N is the
+number of occurrences that the segment counted in the panes and W the number of counters in a row (Cormode and
+Muthukrishnan 2005).
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ _ROW_KEY = np.uint64(0xD1B54A32D192ED03)
 
 @compiled(inline="always", error_model="numpy")
 def counters_per_line(panes):
-    """Counters (of each pane) in a line; with panes its first 8 bytes store the pane's number."""
+    """Number of counters in a line; with panes, the first 8 bytes of a line store the number of a pane."""
     return LINE if panes == 1 else LINE // panes - 1
 
 
@@ -57,7 +57,7 @@ def count_id(segment, hashed, count, pane):
 
 @compiled(inline="always", error_model="numpy")
 def _clear_old_panes(line, pane, panes, cells):
-    """Clears a line's counters of panes that began since it was last written."""
+    """Clears a line's counters of panes that began after the line was last written."""
     written = np.int64(cells[line]) | np.int64(cells[line + 1]) << 16
     if written == pane:
         return
@@ -70,7 +70,7 @@ def _clear_old_panes(line, pane, panes, cells):
 
 @compiled(error_model="numpy")
 def add_to_total(state, count, pane, panes):
-    """Adds to the occurrences that a segment counted in the current pane; clears old panes as the lines do."""
+    """Adds to the occurrences that a segment counted in the current pane, and clears old panes."""
     for p in range(max(state.pane + 1, pane - panes + 1), pane + 1):
         state.counted[p % panes] = 0
     state.pane = max(state.pane, pane)
@@ -79,7 +79,7 @@ def add_to_total(state, count, pane, panes):
 
 @compiled(error_model="numpy")
 def is_drawn(hashed, count, threshold, clock):
-    """Draws whether an id with so many occurrences in a batch is admitted; the same on every rank and replay."""
+    """Draws whether an id with ``count`` occurrences in a batch is admitted; every rank draws the same."""
     bits = mix(mix(hashed ^ mix(np.uint64(clock.seed))) + np.uint64(clock.batch) * _ROW_KEY)
     uniform = np.float64(bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)
     return uniform < 1.0 - 0.05 ** (count / threshold)

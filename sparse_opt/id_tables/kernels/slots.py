@@ -11,14 +11,14 @@ from .hashing import home_slot, id_hash, tag_of
 from .memory import FREE, MAX_COUNT, MAX_LOAD, Segment
 
 BLOCK = 32
-"""Ids that are looked up together: memory for the next ones is prefetched while the first ones are resolved."""
+"""Ids that are looked up together: memory of later ids is prefetched while earlier ids are looked up."""
 MIN_SLOTS = 16
 GROWTH = 1.25
 
 
 @compiled(inline="always", error_model="numpy")
 def segment_at(memory, s):
-    """The ``s``-th segment of the rank."""
+    """Returns the ``s``-th segment of the rank."""
     location = memory.locations[s]
     table = memory.tables[location.table]
     return Segment(memory.states[s], location, table, memory.records, memory.slots, memory.cells)
@@ -26,7 +26,7 @@ def segment_at(memory, s):
 
 @compiled(inline="always", error_model="numpy")
 def _next_with_tag(slot, tag, first, count, row_bits, slots):
-    """First slot from ``slot`` on that has the tag, or -1 where an empty one precedes it."""
+    """Returns the first slot from ``slot`` on that has the tag, or -1 if an empty slot comes first."""
     while True:
         value = np.int64(slots[first + slot])
         if value == 0:
@@ -40,7 +40,7 @@ def _next_with_tag(slot, tag, first, count, row_bits, slots):
 
 @compiled(error_model="numpy")
 def find_block(low, high, occurrences, segment, probes, rows):
-    """Writes the segment's row of the occurrences low..high-1, at most BLOCK, into ``rows``, int64 [BLOCK], or -1."""
+    """Writes the rows of the occurrences low..high-1, at most BLOCK, into ``rows``, int64 [BLOCK], or -1."""
     count, row_bits = segment.state.slots, segment.table.row_bits
     if count == 0:
         rows[: high - low] = -1
@@ -73,7 +73,7 @@ def find_block(low, high, occurrences, segment, probes, rows):
 
 @compiled(inline="always", error_model="numpy")
 def enter_slot(segment, row, hashed):
-    """Enters the row of an id that is absent; there must be an empty slot."""
+    """Enters the row of an absent id; there must be an empty slot."""
     first, count, row_bits = segment.location.first_slot, segment.state.slots, segment.table.row_bits
     slots = segment.slots
     slot = home_slot(hashed, count)
@@ -86,7 +86,7 @@ def enter_slot(segment, row, hashed):
 
 @compiled(error_model="numpy")
 def remove_slot(segment, row):
-    """Empties the slot of a resident row; later ones of the cluster move back where their home slot allows it."""
+    """Empties the slot of a resident row; later slots of the cluster move back if their home slot allows it."""
     first, count, first_record = segment.location.first_slot, segment.state.slots, segment.location.first_record
     slots, records = segment.slots, segment.records
     mask = (np.int64(1) << segment.table.row_bits) - 1
@@ -111,7 +111,7 @@ def remove_slot(segment, row):
 
 @compiled(error_model="numpy")
 def _rebuild(segment, count):
-    """Resizes the segment to ``count`` slots and enters every resident id from its record."""
+    """Resizes the segment to ``count`` slots and enters all resident ids."""
     slots, records = segment.slots, segment.records
     for slot in range(segment.location.first_slot, segment.location.first_slot + count):
         slots[slot] = 0
@@ -131,7 +131,7 @@ def rebuild_segments(memory):
 
 @compiled(error_model="numpy")
 def ensure_slots(segment, resident):
-    """Grows the slots, by at least a quarter, where they are too few for so many resident ids."""
+    """Grows the slots, by at least a quarter, if they are too few for ``resident`` ids."""
     slots = segment.state.slots
     if resident <= slots * MAX_LOAD:
         return
@@ -140,7 +140,7 @@ def ensure_slots(segment, resident):
 
 
 COOLDOWN = 4
-"""Batches for which a freed row is not reused, because batches that refer to it may still be in the pipeline."""
+"""Number of batches before a freed row is reused, because batches in the pipeline may still refer to it."""
 
 
 @compiled(inline="always", error_model="numpy")
@@ -154,7 +154,7 @@ def write_record(segment, row, id, feature, last_seen, count):
 
 @compiled(error_model="numpy")
 def take_row(segment, batch):
-    """Row for a new id: the first of the free ones if its cooldown is over, else one never used, else -1."""
+    """Returns a row for a new id: the first free row if its cooldown is over, else an unused row, else -1."""
     state = segment.state
     if state.free > 0:
         row = state.first_free
@@ -187,7 +187,7 @@ def free_row(segment, row, batch):
 
 @compiled(error_model="numpy")
 def rows_freed_in(batch, memory):
-    """Table and row of all rows freed in the latest batch, int64 [2, n]; none is reused yet, as all are in cooldown."""
+    """Returns table and row of all rows that were freed in the latest batch, int64 [2, n]; all are in cooldown."""
     count = 0
     for fill in range(2):
         if fill:

@@ -128,10 +128,10 @@ def compare_arithmetic(device: torch.device) -> None:
 
 
 def compare_replay(case: str, clipped: bool, device: torch.device, *, steps: int) -> None:
-    """Replays rows that missed 0 to all steps with both kernels; some are zero, some decay on the way.
+    """Replays rows that missed 0 to all steps with both kernels; some are zero, some come to rest on the way.
 
     A column is padding. A program takes early rows together with late ones, whose absence begins after the others have
-    decayed.
+    come to rest.
     """
     rng = np.random.default_rng(0)
     weights = (rng.normal(0, 1, (ROWS, DIM)) * 10.0 ** rng.uniform(-9, 0, (ROWS, 1))).astype(np.float32)
@@ -190,7 +190,7 @@ def compare_rows(
     replay_rows_on_device(
         order, distinct_begins(order), layout, clips if clipped else None, on_device, on_steps, constants, thresholds
     )
-    assert (steps_on_cpu.last_step < 0).any(), "no row decayed"
+    assert (steps_on_cpu.last_step < 0).any(), "no row is at rest"
     np.testing.assert_array_equal(on_steps.last_step.cpu().numpy(), steps_on_cpu.last_step.numpy())
     for got, expected in zip(on_device, on_cpu, strict=True):
         np.testing.assert_array_equal(got.cpu().numpy().view(np.int32), expected.numpy().view(np.int32))

@@ -1,6 +1,6 @@
 """Replayed rows equal those of the dense update, whenever their ids occur again and whenever they are read.
 
-While no row has decayed, both are bit-identical: they run the same float32 operations. A decayed row is set to zero,
+While no row is at rest, both are bit-identical: they run the same float32 operations. A row at rest is set to zero,
 which the dense update only approaches; hence a tolerance of 1e-6 of the largest value that the row ever had.
 """
 
@@ -203,7 +203,7 @@ def test_rows_that_recur_after_many_steps(longest: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("name", tiered(["FTRL", FIRST[-1], "paper", "weight decay"], FIRST))
-def test_bit_identical_while_no_row_has_decayed(name: str) -> None:
+def test_bit_identical_while_no_row_is_at_rest(name: str) -> None:
     """Under weight decay without L2 for good, since rows then go on step by step once their first moments are zero."""
     dense, _ = dense_oracle(name)
     replayed, _ = train(replace(STREAMS[name], compared_at=SOON), "replay")
