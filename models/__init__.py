@@ -1,7 +1,7 @@
 """CTR networks: ``forward(dense [B, N], sparse KeyedJaggedTensor) -> logits [B]``, and losses of their logits.
 
-A network is a class that takes ``(config, front)``: one of ``MODELS``, or your own, which a configuration names as
-"module:Class"; docs/models.md has both. Tables, sharding and training are the caller's.
+A network is a class that takes ``(config, front)``: one of ``MODELS``, or a class of your own, which a configuration
+names as "module:Class" (docs/models.md). The caller provides tables, sharding and training.
 """
 
 from .config import ModelConfig

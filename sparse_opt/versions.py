@@ -1,7 +1,7 @@
-"""The matched sets of torch, fbgemm and torchrec, and the check that the installed packages are one of them.
+"""Matched sets of torch, fbgemm and torchrec, and the check that the installed packages are such a set.
 
-Each fbgemm and torchrec is built for one torch: fbgemm 1.X for torch 2.(X+5), torchrec 1.X for fbgemm 1.X. Other
-combinations fail at import with an undefined symbol or a missing operator.
+fbgemm 1.X is built for torch 2.(X+5), and torchrec 1.X for fbgemm 1.X. Other combinations fail at import with an
+undefined symbol or a missing operator.
 """
 
 import re
@@ -37,18 +37,18 @@ MATCHED_SETS = (
 """The tested sets, the default first and the oldest last. The Makefile reads these lines, so that each stays one line;
 a test compares all other files that name versions."""
 IMPORTED_BY_TORCHREC = "tensordict pyre-extensions"
-"""What --no-deps leaves out and ``import torchrec`` needs."""
+"""Packages that ``import torchrec`` needs and --no-deps leaves out."""
 
 
 def require_matched_set(load: Callable[[], None] | None = None) -> None:
     """Checks by their metadata that the installed torch, fbgemm and torchrec belong together.
 
-    A set that was not tested, but follows the rule above and is not older than the tested ones, is accepted with a
-    warning if ``load``, which imports what cowrec needs of them, succeeds. None leaves this check and the warning out.
+    A set that was not tested is accepted with a warning if it follows the rule above, is not older than the tested
+    sets, and ``load``, which imports what cowrec needs, succeeds. Without ``load`` it is accepted without a warning.
 
     Raises:
-        UnmatchedVersions: they do not belong together, one is missing, or ``load`` failed; the message names the
-            versions found and the commands to run.
+        UnmatchedVersions: the packages do not belong together, one is missing, or ``load`` failed. The message has the
+            installed versions and the commands to run.
     """
     torch, torchrec = _installed("torch"), _installed("torchrec")
     builds = {name: number for name in (CPU_BUILD, CUDA_BUILD) if (number := _installed(name))}
@@ -72,14 +72,13 @@ def require_matched_set(load: Callable[[], None] | None = None) -> None:
 
 
 def _by_rule(torch: str) -> list[str]:
-    """Series of torch, and of fbgemm and torchrec that belong to it; empty if torch is older than the tested ones."""
+    """Series of torch, and of its fbgemm and torchrec; empty if torch is older than all tested sets."""
     minor = int(found[1]) if (found := re.match(r"2\.(\d+)", torch)) else 0
     oldest = int(_series(MATCHED_SETS[-1].torch)[2:])
     return [f"2.{minor}", f"1.{minor - 5}", f"1.{minor - 5}"] if minor >= oldest else []
 
 
 def _installed(distribution: str) -> str:
-    """Version of a distribution; empty if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -186,7 +186,7 @@ class _Transformers(nn.Module):
         self.out_features = (len(self._others) + sum(lengths)) * width + front.num_dense
 
     def forward(self, x: Features, dense: Tensor) -> Tensor:
-        """Returns the other embeddings, each history's L + 1 outputs, zeros where it is shorter, and dense features."""
+        """Returns other embeddings, each history's L + 1 outputs, zeros where no id is, and dense features."""
         parts = [x.rows[:, number, : self._width] for number in self._others]
         for index, (history, position) in enumerate(zip(self._histories, self.positions, strict=True)):
             steps, mask = history.with_target(x, self._width)

@@ -18,7 +18,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from cowrec.errors import UserError
 
 from ..kernels.threads import in_threads
-from .config import IdTableConfig, id_error, time_error
+from .config import TIME_LIMIT, IdTableConfig
 from .exchange import IdExchange, OwnedIds
 from .kernels.assignment import (
     NewRowsOfSegments,
@@ -173,7 +173,7 @@ class IdTables:
         """
         self._require_own_process()
         timed = None if self._unit == _UNKNOWN else self._unit == _SECONDS
-        error = id_error(ids, splits, self._features) or time_error(times, ids, timed)
+        error = _id_error(ids, splits, self._features) or _time_error(times, ids, timed)
         own = self._exchange.collect(error, ids, splits, times)
         self._unit = _BATCHES if times is None else _SECONDS
         batch = self._clock.batch + 1
@@ -191,7 +191,7 @@ class IdTables:
     def rows_of(self, ids: np.ndarray, splits: np.ndarray) -> np.ndarray:
         """Finds the rows of ids as in :meth:`assign`, int64 [V]; OUT_OF_VOCABULARY for unknown ids. Changes nothing."""
         self._require_own_process()
-        own = self._exchange.collect(id_error(ids, splits, self._features), ids, splits, None)
+        own = self._exchange.collect(_id_error(ids, splits, self._features), ids, splits, None)
         rows, begins, occurrences = self._sorted(own)
         self._in_threads(find_segments, begins, occurrences, rows, self._memory, self._clock)
         return self._exchange.send_back(rows)
@@ -339,3 +339,28 @@ class IdTables:
         bounds = np.searchsorted(begins, np.arange(1, count) * begins[-1] // count)
         ranges = pairwise([0, *bounds.tolist(), len(self._memory.states)])
         in_threads([partial(kernel, low, high, begins, *arguments) for low, high in ranges])
+
+
+def _id_error(ids: np.ndarray, splits: np.ndarray, features: int) -> str:
+    if ids.dtype != np.int64 or ids.ndim != 1 or not ids.flags.c_contiguous:
+        return f"ids must be contiguous int64 [V], got {ids.dtype} {list(ids.shape)}"
+    if splits.dtype != np.int64 or splits.shape != (features + 1,):
+        return f"splits must be int64 [{features + 1}], got {splits.dtype} {list(splits.shape)}"
+    if splits[0] != 0 or splits[-1] != len(ids) or (np.diff(splits) < 0).any():
+        return f"splits must rise from 0 to the number of ids, {len(ids)}, got {splits.tolist()}"
+    return ""
+
+
+def _time_error(times: np.ndarray | None, ids: np.ndarray, timed: bool | None) -> str:
+    """Checks the times of a batch; ``timed`` tells whether earlier batches had times, if there were any."""
+    if timed is not None and timed != (times is not None):
+        return "samples must have times in every batch or in none, got a batch " + (
+            "without times after batches with times" if timed else "with times after batches without"
+        )
+    if times is None:
+        return ""
+    if times.dtype != np.int64 or times.shape != ids.shape:
+        return f"times must be int64 {list(ids.shape)}, one per id, got {times.dtype} {list(times.shape)}"
+    if len(times) and not 0 <= times.min() <= times.max() < TIME_LIMIT:
+        return f"times must be seconds in [0, 2^32), got {times.min()} to {times.max()}; drop such samples"
+    return ""

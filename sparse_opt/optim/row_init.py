@@ -37,7 +37,7 @@ class RowInitializer:
     so that they depend neither on the row's number nor on the sharding plan. The row's optimizer state becomes 0.
 
     Batches may be translated any number of steps ahead. The new rows of a batch must be reset immediately before the
-    training forward of that batch: before, a waiting batch may still train such a row as that of another id.
+    training forward of that batch, because earlier batches may still train these rows as those of other ids.
 
     Args:
         optimizer: the :class:`EmbeddingAdam` that trains the tables, or None under FBGEMM's fused optimizers.

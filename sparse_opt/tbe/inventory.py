@@ -114,7 +114,7 @@ class ModelInventory:
         return named
 
     def lookups_of_ranks(self) -> list[list[list[str]]]:
-        """Lists the own names of the tables of each lookup of each rank, without data-parallel ones."""
+        """Lists each rank's lookups, by the own names of their tables, without data-parallel tables."""
         ranks: list[list[list[str]]] = []
         for collection in self.collections.values():
             ranks += [[] for _ in range(process_group_of(collection).size() - len(ranks))]
