@@ -19,11 +19,12 @@ from torch.amp import GradScaler
 from cowrec.errors import UserError
 
 from ..algorithm.clip import ClipRule
-from ..kernels.layout import LookupBackward, LookupBags
+from ..kernels.layout import LookupBackward
 from ..lookups.backward import (
     Forward,
     LossScale,
     ReplacedUpdate,
+    RescaledGradients,
     look_up_replaced,
     look_up_rescaled,
     require_single_ids,
@@ -97,8 +98,11 @@ def attach_cowclip(
             wrapped.compile(lambda rows, nothing: rows.id_factors(nothing))
         elif not wrapped.lookup.has_dense_gradient:
             wrapped.compile(lambda rows, nothing: rows.clipped_output_grad(nothing, l2))
-    clips = [_Clip(wrapped, single_id_bags, l2, loss_scale, UpdateCheck(wrapped, verify)) for wrapped in lookups]
-    return LookupsHandle(inventory, lookups, {clip.wrapped: clip.look_up for clip in clips})
+    look_up = {}
+    for wrapped in lookups:
+        strategy = RescaledGradients(single_id_bags, l2, UpdateCheck(wrapped, verify).of_forward)
+        look_up[wrapped] = _Clip(wrapped, strategy, loss_scale).look_up
+    return LookupsHandle(inventory, lookups, look_up)
 
 
 def _require_single_id_bags(lookups: Sequence[WrappedLookup], clips_columns: bool, l2: float) -> None:
@@ -130,20 +134,18 @@ def _require_float32_outputs(
 
 @dataclass(frozen=True)
 class _Clip:
-    """The clip of a lookup; ``check`` runs after a step, and the other settings are those of :func:`attach_cowclip`."""
+    """The clip of a lookup."""
 
     wrapped: WrappedLookup
-    single_id_bags: bool
-    l2: float
+    rescaled: RescaledGradients
     loss_scale: LossScale
-    check: UpdateCheck
 
     def look_up(self, forward: Forward, inputs: Inputs) -> Tensor:
         wrapped, lookup, bags = self.wrapped, self.wrapped.lookup, self.wrapped.bags.of(inputs)
         if lookup.has_dense_gradient:
-            if self.single_id_bags:
+            if self.rescaled.single_id_bags:
                 require_single_ids(bags, inputs.get("per_sample_weights"))
-            strategy = ReplacedUpdate(partial(wrapped.in_torch.dense_gradient, l2=self.l2), lookup.parameter)
+            strategy = ReplacedUpdate(partial(wrapped.in_torch.dense_gradient, l2=self.rescaled.l2), lookup.parameter)
         elif wrapped.accumulation.passes > 1:
             if lookup.output_is_half and self.loss_scale.is_used:
                 raise UserError(
@@ -152,23 +154,9 @@ class _Clip:
                 )
             strategy = ReplacedUpdate(partial(self._take_accumulated_step, forward))
         else:
-            return self._look_up_clipped(forward, bags, inputs, self.loss_scale)
+            return look_up_rescaled(forward, wrapped, bags, inputs, self.rescaled, self.loss_scale)
         output = lookup.look_up_uncounted(forward, inputs)
         return look_up_replaced(output, wrapped, bags, inputs, strategy, self.loss_scale)
-
-    def _look_up_clipped(
-        self, forward: Forward, bags: LookupBags, inputs: Inputs, loss_scale: LossScale | None
-    ) -> Tensor:
-        return look_up_rescaled(
-            forward,
-            self.wrapped,
-            bags,
-            inputs,
-            single_id_bags=self.single_id_bags,
-            l2=self.l2,
-            check=self.check.of_forward,
-            loss_scale=loss_scale,
-        )
 
     def _take_accumulated_step(self, forward: Forward, backward: LookupBackward) -> None:
         """Looks up all ids of a step once more, and takes the step in the backward of that lookup."""
@@ -178,5 +166,5 @@ class _Clip:
         if backward.id_weights is not None:
             inputs["per_sample_weights"] = backward.id_weights
         with torch.enable_grad():
-            output = self._look_up_clipped(forward, bags, inputs, None)
+            output = look_up_rescaled(forward, self.wrapped, bags, inputs, self.rescaled, None)
         output.backward(backward.output_grad.to(output.dtype))

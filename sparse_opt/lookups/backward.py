@@ -127,11 +127,13 @@ class ReplacedUpdate:
 class RescaledGradients:
     """Clips what FBGEMM's backward reads; that backward follows."""
 
+    single_id_bags: bool  # as in attach_cowclip
+    l2: float  # as in attach_cowclip; above 0 only with bags of one id
+    check: Callable[[Tensor], Expect | None]  # makes the check of the update from the output of a forward pass
     # ids' weights that FBGEMM's backward reads and the clip scales; None where bags hold at most one id: the clip then
     # replaces the output gradient
-    weights: Tensor | None
-    l2: float  # as in attach_cowclip; above 0 only with bags of one id
-    expect: Expect | None  # announces the update to a check; None without a check
+    weights: Tensor | None = None
+    expect: Expect | None = None  # check of the forward pass
 
     def run(self, wrapped: WrappedLookup, given: LookupBackward, unscaled: Unscaled, weights: bool) -> Gradients:
         """See :meth:`ReplacedUpdate.run`."""
@@ -195,19 +197,15 @@ def look_up_rescaled(
     wrapped: WrappedLookup,
     bags: LookupBags,
     inputs: Inputs,
-    *,
-    single_id_bags: bool,
-    l2: float,
-    check: Callable[[Tensor], Expect | None],
+    strategy: RescaledGradients,
     loss_scale: LossScale | None,
 ) -> Tensor:
     """Looks rows up by FBGEMM's forward, and makes its backward read clipped gradients.
 
-    ``check`` returns :attr:`RescaledGradients.expect` for an output. ``loss_scale`` is None in the pass that takes the
-    step of accumulated passes.
+    ``loss_scale`` is None in the pass that takes the step of accumulated passes.
     """
     given, weights, arguments = inputs.get("per_sample_weights"), None, dict(inputs)
-    if not (single_id_bags or wrapped.lookup.is_sequence):
+    if not (strategy.single_id_bags or wrapped.lookup.is_sequence):
         weights = arguments["per_sample_weights"] = _scalable_weights(given, bags.indices)
         if not (weights.is_cuda or weights.requires_grad):
             # FBGEMM would compute a gradient of the weights, which nobody needs.
@@ -217,7 +215,7 @@ def look_up_rescaled(
         output = forward(**arguments)
         if not output.requires_grad:
             return output
-        strategy = RescaledGradients(weights, l2, check(output))
+        strategy = replace(strategy, weights=weights, expect=strategy.check(output))
         clipping: Tensor = _Backward.apply(output, None, given, wrapped, bags, None, strategy, loss_scale)
     return clipping
 
