@@ -3,7 +3,6 @@
 R samples.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +38,7 @@ from ..raw.layouts import RawField
 from ..raw.lists import last_values, weights_of_pairs
 from ..raw.parsing import Parsed
 from .numbers import Transforms, bucket_ids
-from .vocabulary import Vocabulary, raw_ids_of_hashed, with_missing
+from .vocabulary import Vocabulary, hashed_rows, raw_ids_of_hashed
 
 
 def sparse_field(raw: RawField, encoding: Encoding) -> SparseField:
@@ -114,16 +113,15 @@ class Encoder:
         return self.rows(field, string_hashes(text), *string_buffers(text))
 
     def rows(self, field: SparseField, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
-        """Returns rows, int32 [R], or raw ids, int64 [R], of strings as `string_buffers` gives them.
-
-        `hashes`, uint64 [R], may be changed.
-        """
+        """Returns rows, int32 [R], or raw ids, int64 [R], of strings as `string_buffers` gives them."""
         if field.encoding == "vocabulary":
             return self.vocabularies[field.vocabulary].rows_of_hashed(hashes, offsets, data)
-        if field.encoding == "hash":
-            buckets = np.uint64(field.num_embeddings - RESERVED_ROWS)
-            return with_missing((hashes % buckets).astype(np.int32) + np.int32(RESERVED_ROWS), offsets)
-        return raw_ids_of_hashed(hashes, offsets)
+        found: np.ndarray = (
+            hashed_rows(hashes, offsets, field.num_embeddings - RESERVED_ROWS)
+            if field.encoding == "hash"
+            else raw_ids_of_hashed(hashes, offsets)
+        )
+        return found
 
     def encode_few(self, columns: Mapping[str, Sequence[Any]], count: int) -> SampleBlock:
         """Encodes samples to predict as `encode` does. For one sample, Arrow's columns would cost six times as much.
@@ -137,7 +135,10 @@ class Encoder:
         numbers = self._transforms.of_values(columns, count)
         of_source = dict(zip(self._transforms.numbers, numbers, strict=True))
         parts = [self._few_ids(field, columns, of_source) for field in self.sparse]
-        offsets, data = string_buffers(pa.array([*chain.from_iterable([texts for texts, _, _ in parts])], pa.string()))
+        encoded = [text.encode() for texts, _, _ in parts for text in texts]
+        data = np.frombuffer(b"".join(encoded), np.uint8)
+        offsets = np.zeros(len(encoded) + 1, np.int32)
+        np.cumsum([*map(len, encoded)], out=offsets[1:])
         hashes = bytes_hashes(offsets, data)
         dtype = np.int64 if any(field.encoding == "raw" for field in self.sparse) else np.int32
         singles, bags, start = [], {}, 0
@@ -151,8 +152,9 @@ class Encoder:
                 values = torch.from_numpy(ids.astype(dtype, copy=False))
                 bags[field.name] = Bags(values, torch.tensor([0, *lengths]).cumsum(0), weights)
         return SampleBlock(
-            torch.from_numpy(self._transforms.apply(numbers)).t().contiguous(),  # as networks compiled elsewhere expect
-            torch.full((count,), math.nan),
+            # Contiguous, as networks compiled elsewhere expect.
+            torch.from_numpy(np.ascontiguousarray(self._transforms.apply(numbers).T)),
+            torch.from_numpy(np.full(count, np.nan, np.float32)),
             torch.from_numpy(np.array(singles, dtype).reshape(len(singles), count)).t(),
             bags,
         )

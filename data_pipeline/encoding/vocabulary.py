@@ -98,8 +98,7 @@ class Vocabulary:
         if self._truths:
             texts, index_of_text = self._truths  # its last entry is that of all other texts
             indices = index_of_text[texts.find(hashes, offsets, data)]
-        rows = np.where(indices < 0, OUT_OF_VOCABULARY, indices + RESERVED_ROWS).astype(np.int32)
-        return with_missing(rows, offsets)
+        return _rows(indices, offsets)
 
     def save(self, path: Path) -> None:
         """Writes a Parquet file with the columns value and count."""
@@ -124,14 +123,34 @@ def raw_ids(text: pa.Array) -> np.ndarray:
     return raw_ids_of_hashed(string_hashes(text), string_buffers(text)[0])
 
 
+@numba.njit(nogil=True, cache=True)
 def raw_ids_of_hashed(hashes: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    ids = hashes.view(np.int64)
-    ids[(ids == OUT_OF_VOCABULARY) | (ids == MISSING)] += RESERVED_ROWS
-    return with_missing(ids, offsets)
+    """Returns raw ids of strings by their hashes, as `raw_ids` does; compiled, as numpy's calls cost more for few."""
+    ids = np.empty(len(hashes), np.int64)
+    for i in range(len(hashes)):
+        id_ = np.int64(hashes[i])
+        reserved = id_ in (OUT_OF_VOCABULARY, MISSING)
+        ids[i] = MISSING if offsets[i + 1] == offsets[i] else id_ + RESERVED_ROWS if reserved else id_
+    return ids
 
 
-def with_missing(rows: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    rows[offsets[1:] == offsets[:-1]] = MISSING
+@numba.njit(nogil=True, cache=True)
+def hashed_rows(hashes: np.ndarray, offsets: np.ndarray, buckets: int) -> np.ndarray:
+    """Returns the rows of strings in a table of hash buckets, int32 [R]; empty strings are missing."""
+    rows = np.empty(len(hashes), np.int32)
+    for i in range(len(hashes)):
+        bucket = np.int64(hashes[i] % np.uint64(buckets))
+        rows[i] = MISSING if offsets[i + 1] == offsets[i] else bucket + RESERVED_ROWS
+    return rows
+
+
+@numba.njit(nogil=True, cache=True)
+def _rows(indices: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Returns rows, int32 [R], of strings by their indices in a vocabulary, -1 if absent."""
+    rows = np.empty(len(indices), np.int32)
+    for i in range(len(indices)):
+        row = OUT_OF_VOCABULARY if indices[i] < 0 else indices[i] + RESERVED_ROWS
+        rows[i] = MISSING if offsets[i + 1] == offsets[i] else row
     return rows
 
 
