@@ -1,17 +1,17 @@
 """Random problems for the clip: models of several collections, sharding plans, rules, optimizers and ways to train."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
+from cowrec.sparse_opt import CLIP_RULES
+
 STOCK = ("sgd", "adagrad", "rowwise_adagrad")
 ADAM = ("lazy", "dense", "replay")
 Rule = tuple[str, dict[str, float]]
-SCOPES = {"row": ("cowclip", "cowclip_reference", "constant"), "field": ("field", "adaptive_field"), "global": ()}
-"""Rules that may be mixed, by what they bound the norm of."""
 
 
 @dataclass(frozen=True)
@@ -294,9 +294,10 @@ def problems(draw: st.DrawFn, world: int) -> Problem:
     exclude = draw(st.lists(st.sampled_from(names), unique=True, max_size=2)) if draw(st.integers(0, 3)) == 0 else []
     rule = draw(_rules())
     own_rules = []
-    if scope_of(rule) != "global" and draw(st.integers(0, 3)) == 0:
+    scope = scope_of(rule)
+    if scope != "global" and draw(st.integers(0, 3)) == 0:
         named = draw(st.lists(st.sampled_from(names), unique=True, max_size=3))
-        of_scope = st.sampled_from(SCOPES[scope_of(rule)])
+        of_scope = st.sampled_from([name for name in CLIP_RULES if name != "none" and scope_of((name, {})) == scope])
         own_rules = [(*each, draw(_rules(draw(of_scope)))) for each in named if each not in exclude]
     has_l2 = draw(st.booleans()) if optimizer in ADAM or single else draw(st.integers(0, 9)) == 0
     adam: dict[str, Any] = {}
@@ -390,16 +391,11 @@ def _shard_dims(dim: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def _rules(draw: st.DrawFn, name: str = "") -> Rule:
-    others = ["none", "cowclip_reference", "constant", "field", "adaptive_field", "global"]
-    name = name or draw(st.sampled_from(["cowclip"] * 4 + others))
+    name = name or draw(st.sampled_from(["cowclip"] * 4 + [name for name in CLIP_RULES if name != "cowclip"]))
     r, floor = draw(st.sampled_from([1e-3, 0.1, 1.0, 1e3])), draw(st.sampled_from([0.0, 1e-5, 1e-3, 1.0]))
-    values = {
-        "none": {},
-        "cowclip": {"r": r, "zeta": floor},
-        "adaptive_field": {"r": r, "zeta": floor},
-        "cowclip_reference": {"r": r, "bound": floor},
-    }
-    return name, values.get(name, {"max_norm": draw(st.sampled_from([1e-4, 1e-2, 0.3, 1e3]))})
+    values = {"r": r, "zeta": floor, "bound": floor, "max_norm": draw(st.sampled_from([1e-4, 1e-2, 0.3, 1e3]))}
+    kind: Any = CLIP_RULES[name]
+    return name, {value.name: values[value.name] for value in fields(kind)}
 
 
 @st.composite

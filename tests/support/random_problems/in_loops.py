@@ -1,6 +1,6 @@
 """Problems of drawing.py, trained in numpy in float64 from the published formulas, with their tolerances."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,19 @@ Key = tuple[int, int]  # of a collection and a table in it
 ROUNDING = {"float32": (2.0**-24, 0.0), "float16": (2.0**-11, 2.0**-25)}
 """Relative error, and absolute error of the smallest numbers."""
 ROW_SHARDED = ("row_wise", "table_row_wise")
+Limit = Callable[[dict[str, float], np.ndarray, np.ndarray, int], Any]
+"""Limit of each row, or of all, from the values of the rule, norms of the weights [U], occurrences [U] and columns."""
+LIMITS: dict[str, Limit] = {
+    "none": lambda of, weight, count, columns: np.inf,
+    "cowclip": lambda of, weight, count, columns: count * np.maximum(of["r"] * weight, of["zeta"]),
+    "cowclip_reference": lambda of, weight, count, columns: (
+        of["r"] * count * np.maximum(weight, of["r"] * np.sqrt(columns) * of["bound"])
+    ),
+    "constant": lambda of, weight, count, columns: of["max_norm"],
+    "field": lambda of, weight, count, columns: of["max_norm"],
+    "adaptive_field": lambda of, weight, count, columns: np.maximum(of["r"] * weight, of["zeta"]),
+    "global": lambda of, weight, count, columns: of["max_norm"],
+}
 
 
 @dataclass(frozen=True)
@@ -156,23 +169,13 @@ class _Loops:
                 weight = np.full_like(weight, np.sqrt((weight[moved[key]] ** 2).sum()))
             elif problem.scope == "global":
                 norm = np.full_like(norm, of_all)
-            if name == "none":
-                limit = np.full_like(norm, np.inf)
-            elif name == "cowclip":
-                limit = occurrences * np.maximum(values["r"] * weight, values["zeta"])
-            elif name == "cowclip_reference":
-                floor = values["r"] * np.sqrt(problem.columns(*key)) * values["bound"]
-                limit = values["r"] * occurrences * np.maximum(weight, floor)
-            elif name == "adaptive_field":
-                limit = np.maximum(values["r"] * weight, values["zeta"])
-            else:
-                limit = np.full_like(norm, values["max_norm"])
+            limit = LIMITS[name](values, weight, occurrences, problem.columns(*key))
             with np.errstate(divide="ignore", invalid="ignore"):
                 factors[key] = np.where(norm > limit, limit / norm, 1.0)
             self._count(key, counts[key] > 0, norm, limit)
         return factors
 
-    def _count(self, key: Key, present: np.ndarray, norm: np.ndarray, limit: np.ndarray) -> None:
+    def _count(self, key: Key, present: np.ndarray, norm: np.ndarray, limit: Any) -> None:
         name = self._names[key]
         least, most = self.clipped[name]
         is_half = self.problem.collections[key[0]].tables[key[1]].dtype == "float16"
