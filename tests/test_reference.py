@@ -162,8 +162,7 @@ def page() -> str:
 
 
 def test_the_page_is_made_from_the_docstrings() -> None:
-    """After a change of a key: python tests/test_reference.py > docs/reference.md"""
-    assert PAGE.read_text(encoding="utf-8") == page()
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python tests/test_reference.py > docs/reference.md"
 
 
 @pytest.mark.parametrize("section", sections())
