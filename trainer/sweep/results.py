@@ -224,7 +224,7 @@ def plot_sweep(lines: Lines, path: Path) -> Path:
     return path
 
 
-def style(rule: str, clip: str) -> dict[str, Any]:
+def _style(rule: str, clip: str) -> dict[str, Any]:
     number = list(SCALING_RULES).index(rule)
     color = _COLORS[number % len(_COLORS)]
     return {
@@ -253,6 +253,6 @@ def _draw(axis: Axes, lines: Lines, curves: Series) -> None:
             [deviation(values) for values in known.values()],
             capsize=3,
             label=f"{rule}, clip {clip}",
-            **style(rule, clip),
+            **_style(rule, clip),
         )
     axis.grid(alpha=0.3)
