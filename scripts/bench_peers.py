@@ -271,7 +271,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
 _WORK = (
     "L2, Adam and the clip on every row",
     "L2 and Adam on every row, no clip",
-    "Adam on the batch's rows alone, no L2",
+    "only the rows of the batch, no L2, no clip",
 )
 
 
