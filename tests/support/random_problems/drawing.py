@@ -72,7 +72,7 @@ class Collection:
 
 def scope_of(rule: Rule) -> str:
     """What a rule bounds the norm of."""
-    return "global" if rule[0] == "global" else "field" if "field" in rule[0] else "row"
+    return CLIP_RULES[rule[0]].scope
 
 
 @dataclass(frozen=True)
