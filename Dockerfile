@@ -30,9 +30,9 @@ COPY . /src
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/var/cache/pip \
     $PIP "/src[${EXTRAS}]"
 # Copies of remote data, and what numba and Triton compile. Any user may write there: docker run --user.
-RUN useradd --uid 1000 --home-dir /cache cowrec && install -d -m 1777 /cache /work
+RUN useradd --uid 1000 --home-dir /cache cowrec && install -d -m 1777 /cache /srv
 ENV HOME=/cache USER=cowrec COWREC_CACHE=/cache/cowrec
 VOLUME /cache
 USER 1000
-WORKDIR /work
+WORKDIR /srv
 ENTRYPOINT ["cowrec"]

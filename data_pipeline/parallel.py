@@ -43,7 +43,7 @@ def in_order(submit: Callable[[Item], Any], items: Iterable[Item], most: int) ->
 
 
 def prefetched(make: Callable[[], Generator[Item, None, None]], capacity: int = 2) -> Generator[Item, None, None]:
-    """Yields the items of `make()`, of which a thread prepares the next one and `capacity` more ahead.
+    """Yields the items of `make()`. A thread prepares the next item and `capacity` more ahead.
 
     An exception in the thread is raised here after the preceding items. When this generator ends, is closed or is
     deleted, the thread has ended and the generator of `make()` is closed.

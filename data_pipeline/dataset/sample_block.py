@@ -62,7 +62,7 @@ class Bags:
 
     @staticmethod
     def concat(parts: Sequence["Bags"], dtype: torch.dtype = torch.int32) -> "Bags":
-        """Concatenates bags; `dtype` is that of the values if there are no parts."""
+        """Concatenates bags. Without parts, the values are empty and of type `dtype`."""
         if not parts:
             return Bags(torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int64))
         weights = [part.weights for part in parts if part.weights is not None]

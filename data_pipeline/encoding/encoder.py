@@ -69,7 +69,7 @@ def flat(field: SparseField, texts: pa.Array) -> pa.Array:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Fitted transforms and vocabularies; `vocabularies` are those of the sparse fields with one of their own."""
+    """Fitted transforms and vocabularies. `vocabularies` has each sparse field that shares no other field's."""
 
     dense: tuple[DenseField, ...]
     sparse: tuple[SparseField, ...]

@@ -161,8 +161,9 @@ def normal_scores(counts: ValueCounts) -> tuple[list[float], list[float]]:
 class Transforms:
     """The transforms of all dense fields, applied together, so that a sample costs hardly more than a field.
 
-    Outside of the fitted range "minmax" leaves [0, 1], the normal score is that of the end of the range, and the
-    logarithm is 0 below it. No result is beyond `bound`. `numbers` are the names of the rows that `apply` takes.
+    A number outside of the fitted range leaves [0, 1] under "minmax". It has the normal score of the nearer end of the
+    range under "quantile", and the logarithm 0 below the range under "log". No result is beyond `bound`. `numbers` has
+    the names of the rows that `apply` takes.
     """
 
     def __init__(self, fields: Sequence[DenseField]) -> None:

@@ -311,7 +311,7 @@ def _text_sample(path: str, label: str, asked: str) -> RawSample:
 
 
 def _encoding(data: bytes) -> str:
-    """Returns the likeliest encoding of text; empty for UTF-8, of which single lines may be damaged."""
+    """Returns the likeliest encoding of text. The name is empty for UTF-8, even if single lines are damaged."""
     try:
         data.decode()
         return ""

@@ -369,7 +369,7 @@ class _Labels:
 
 
 def _rule_of(column: Column, positive: Sequence[str]) -> Entry:
-    """Returns the rule of the given positive values. Raises ValueError unless rows have each of them and another."""
+    """Returns the rule of the given positive values. Raises ValueError unless rows have all of these and another."""
     texts = pa.array(column.distinct, pa.string())
     for value in positive:
         if not np.nansum(RawLabel(positive=(value,)).values(texts)[0]):

@@ -41,7 +41,7 @@ def find_inputs(inputs: Sequence[str]) -> list[str]:
 
 
 def find_groups(groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Returns the files of groups of inputs, of which the first must have some; see `find_inputs`."""
+    """Returns the files of each group of inputs by `find_inputs`. The first group must have files."""
     if not groups[0]:
         raise UserError("no input file given")
     found = [

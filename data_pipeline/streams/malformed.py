@@ -86,7 +86,7 @@ class MalformedSamples:
             for each in bad:
                 line = _line(_sample(chunk, each.index), each.reason)
                 append_line(path, line, self._policy.max_bytes)
-            self._fails = self._fails and not bad
+                self._fails = False
         except OSError as error:
             if not self._fails:
                 logger.warning("malformed samples are not kept: %s", error)

@@ -98,7 +98,7 @@ class SampleStream:
         ahead_seconds: a sample whose time is more than this ahead of the clock is malformed, since it would make all
             others late; 0: no limit.
         most_waiting: maximum number of waiting samples, in addition to those of one poll.
-        malformed: what becomes of malformed samples, and how many are too many.
+        malformed: what becomes of malformed samples, and how many are too many; None: they are dropped and counted.
         journal: file that makes batches repeatable; None: no journal.
         position: position to resume from; None: the source's beginning.
         lost: at samples of the journal that the source no longer has, "stop" with an error, or "continue" without them,
@@ -124,7 +124,7 @@ class SampleStream:
         max_wait_seconds: float = 0.0,
         ahead_seconds: int = 0,
         most_waiting: int = 1 << 20,
-        malformed: MalformedPolicy = MalformedPolicy(),  # noqa: B008 (it is frozen)
+        malformed: MalformedPolicy | None = None,
         journal: Path | None = None,
         position: Position | None = None,
         lost: Literal["stop", "continue"] = "stop",
@@ -144,7 +144,7 @@ class SampleStream:
         self._batch_size, self._fewest, self._lateness, self._late = batch_size, fewest, lateness_seconds, late
         self._max_wait, self._max_waiting = max_wait_seconds, most_waiting
         self._lost = lost
-        self._malformed, self._waits_until = MalformedSamples(malformed), 0.0
+        self._malformed, self._waits_until = MalformedSamples(malformed or MalformedPolicy()), 0.0
         self.position = position or Position()
         if self.ended:  # the source may have new samples since
             self.position = dataclasses.replace(self.position, ended=False)
@@ -252,8 +252,9 @@ class SampleStream:
                 return False
             # If the journal fails, or the samples are not taken, the source is ahead of the position.
             self._must_seek = True
-            encoded = self._encoder.encode(chunk, entry.now) if chunk is not None else None
-            if chunk is not None and encoded is not None:
+            encoded = None
+            if chunk is not None:
+                encoded = self._encoder.encode(chunk, entry.now)
                 if not self._malformed.accept(len(chunk), encoded.bad):
                     self._waits_until = time.monotonic() + CORRECTION_SECONDS
                     return False

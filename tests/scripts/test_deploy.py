@@ -120,7 +120,9 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 
 
 def test_units_and_manifests_use_flags_that_exist() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    commands = group.commands
     used = [unit.read_text().split("ExecStart=")[1].replace("\\\n", " ").split("\n")[0].split()[1:] for unit in UNITS]
     for each in manifests():
         for container in each.get("spec", {}).get("template", {}).get("spec", {}).get("containers", []):

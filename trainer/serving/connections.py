@@ -34,7 +34,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._limits, self._reject, self._complete_app = limits, reject, self.app
         self._in_headers, self._header_bytes, self._header_deadline = True, 0, 0.0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
         beyond = len(self.connections) - self._limits.connections
         if beyond > 0:

@@ -265,7 +265,7 @@ def test_requests_are_logged_if_asked_for_and_keep_their_ids(folder: Path, caplo
             answer.begin()
             assert (answer.status, answer.headers["X-Request-ID"]) == (200, returned)
             connection.close()
-        service.batcher._compute = None  # type: ignore[assignment]
+        service.batcher._compute = None  # type: ignore[assignment]  # a bug, which no request can provoke
         status, content = client.predict(GOOD)
         assert (status, "internal error; the log of the server shows it as request " in content["error"]) == (500, True)
     lines = [each for each in caplog.messages if "POST /predict" in each]
