@@ -211,7 +211,7 @@ def bench_din(data: Path, seeds: int, venvs: Path, output: Path) -> None:
 
 def _history_of(schema: Schema) -> SparseField:
     """The history that DIN attends to. Raises ValueError for a data set that is not measured after each epoch."""
-    history = next((each for each in schema.sparse if each.kind == "sequence" and each.shares), None)
+    history = next((field for field in schema.sparse if field.shares), None)
     if history is None:
         raise ValueError("the data set has no sequence that shares the table of a field; DIN needs one")
     if "validation" in schema.splits and schema.split("validation").rows:

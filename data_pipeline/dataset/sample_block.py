@@ -118,9 +118,8 @@ class SampleBlock:
 
     def with_values_of(self, index: torch.Tensor, schema: Schema, fields: Collection[str]) -> "SampleBlock":
         """Gives all samples the values of the samples `index`, int64 [R], in the fields with these names."""
-        singles = [field.name for field in schema.sparse if field.kind == "categorical"]
         dense, ids = self.dense.clone(), self.ids.clone()
-        for columns, names in ((dense, [field.name for field in schema.dense]), (ids, singles)):
+        for columns, names in ((dense, [field.name for field in schema.dense]), (ids, schema.singles)):
             chosen = [number for number, name in enumerate(names) if name in fields]
             columns[:, chosen] = columns[:, chosen][index]
         bags = {name: own.take(index) if name in fields else own for name, own in self.bags.items()}
@@ -167,18 +166,17 @@ class SampleBlock:
         schema: Schema, total: int, parts: Iterable["SampleBlock"], device: torch.device | str
     ) -> "SampleBlock":
         """Assembles blocks of `total` samples on `device`; holds single-valued columns once, unlike `concat`."""
-        singles = sum(field.kind == "categorical" for field in schema.sparse)
         dense = torch.empty((total, len(schema.dense)), dtype=torch.float32, device=device)
         tasks = (len(schema.labels),) if len(schema.labels) > 1 else ()
         label = torch.empty((total, *tasks), dtype=torch.float32, device=device)
         dtype = id_dtype(schema)
-        ids = torch.empty((total, singles), dtype=dtype, device=device)
+        ids = torch.empty((total, len(schema.singles)), dtype=dtype, device=device)
         given = (schema.timed, schema.true_logits, schema.sample_weights)
         optional = [
             torch.empty(total, dtype=kind, device=device) if has else None
             for has, kind in zip(given, (torch.int64, torch.float32, torch.float32), strict=True)
         ]
-        bags: dict[str, list[Bags]] = {field.name: [] for field in schema.sparse if field.kind != "categorical"}
+        bags: dict[str, list[Bags]] = {name: [] for name in schema.lists}
         stop = 0
         for block in parts:
             start, stop = stop, stop + len(block)
@@ -224,7 +222,7 @@ class SampleBlock:
             weight, bags = None, self.bags.get(field.name)
             if bags is None:
                 value, length, of_keys = next(single), one_each, [len(self)]
-            elif field.kind == "sequence":
+            elif field.is_sequence:
                 value, length, of_keys = bags.by_position(field.max_length)
             else:
                 value, length, weight, of_keys = bags.values, bags.lengths.int(), bags.weights, [bags.values.numel()]

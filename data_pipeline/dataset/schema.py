@@ -118,10 +118,25 @@ class SparseField:
         unsized = self.encoding == "raw" and self.num_embeddings == 0
         if self.num_embeddings < RESERVED_ROWS and not unsized:
             raise UserError(f"field {self.name!r}: num_embeddings must be at least 2, got {self.num_embeddings}")
-        if self.kind == "weighted" and self.pooling != "sum":
+        if self.has_weights and self.pooling != "sum":
             raise UserError(f'field {self.name!r}: a weighted field is always summed; pooling must be "sum"')
-        if (self.max_length > 0) != (self.kind == "sequence"):
+        if (self.max_length > 0) != self.is_sequence:
             raise UserError(f"field {self.name!r}: max_length is at least 1 for sequences, and 0 for other kinds")
+
+    @property
+    def is_list(self) -> bool:
+        """True if a sample has any number of ids, which are in `SampleBlock.bags`; False if it has exactly one."""
+        return self.kind != "categorical"
+
+    @property
+    def is_sequence(self) -> bool:
+        """True if the ids have positions, which are keys of the `KeyedJaggedTensor`."""
+        return self.kind == "sequence"
+
+    @property
+    def has_weights(self) -> bool:
+        """True if each id has a weight."""
+        return self.kind == "weighted"
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -232,7 +247,7 @@ class Schema:
         names += [TIME] * self.timed + [TRUE_LOGIT] * self.true_logits
         names += [SAMPLE_WEIGHT] * self.sample_weights + [SAMPLE_NUMBER] * self.numbered
         names += [number.name for number in self.dense] + [ids.name for ids in self.sparse]
-        names += [field.name + WEIGHT_SUFFIX for field in self.sparse if field.kind == "weighted"]
+        names += [field.name + WEIGHT_SUFFIX for field in self.sparse if field.has_weights]
         repeated = sorted(name for name, count in Counter(names).items() if count > 1)
         if repeated:
             raise UserError(f"column names must differ, but {repeated} occur more than once")
@@ -270,14 +285,24 @@ class Schema:
         return replace(self, true_logits=self.true_logits and true_logits, numbered=False, kept=())
 
     @property
+    def singles(self) -> tuple[str, ...]:
+        """Names of the fields with one id in each sample: the columns of `SampleBlock.ids`."""
+        return tuple(field.name for field in self.sparse if not field.is_list)
+
+    @property
+    def lists(self) -> "dict[str, SparseField]":
+        """The fields with any number of ids in a sample, by name: those of `SampleBlock.bags`."""
+        return {field.name: field for field in self.sparse if field.is_list}
+
+    @property
     def sequences(self) -> "dict[str, SparseField]":
         """The fields of kind "sequence", by name."""
-        return {field.name: field for field in self.sparse if field.kind == "sequence"}
+        return {field.name: field for field in self.sparse if field.is_sequence}
 
     @property
     def is_weighted(self) -> bool:
         """True if the `KeyedJaggedTensor` has weights, because at least one field is weighted."""
-        return any(field.kind == "weighted" for field in self.sparse)
+        return any(field.has_weights for field in self.sparse)
 
     @property
     def has_raw_ids(self) -> bool:

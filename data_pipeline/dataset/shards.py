@@ -56,10 +56,15 @@ def arrow_schema(schema: Schema) -> pa.Schema:
     columns += [(field.name, pa.float32()) for field in schema.dense]
     for field in schema.sparse:
         ids = pa.int64() if field.encoding == "raw" else pa.int32()
-        columns.append((field.name, ids if field.kind == "categorical" else pa.list_(ids)))
-        if field.kind == "weighted":
+        columns.append((field.name, pa.list_(ids) if field.is_list else ids))
+        if field.has_weights:
             columns.append((field.name + WEIGHT_SUFFIX, pa.list_(pa.float32())))
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
+
+
+def flat_ids(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Returns the ids of a column one after another: the column itself, or the items of its lists."""
+    return pc.list_flatten(column) if pa.types.is_list(column.type) else column
 
 
 def load_shards(
@@ -111,13 +116,12 @@ def block_from_table(table: pa.Table, schema: Schema, path: Path | str) -> Sampl
 
     Raises ValueError if a value is null, or a list of weights differs in length from its list of ids.
     """
-    single = [field.name for field in schema.sparse if field.kind == "categorical"]
     labels = _stacked(table, schema.label_columns, np.float32, path)
     return SampleBlock(
         _stacked(table, [field.name for field in schema.dense], np.float32, path),
         labels if len(schema.labels) > 1 else labels[:, 0],
-        _stacked(table, single, np.int64 if schema.has_raw_ids else np.int32, path),
-        {field.name: _bags(table, field, schema, path) for field in schema.sparse if field.kind != "categorical"},
+        _stacked(table, schema.singles, np.int64 if schema.has_raw_ids else np.int32, path),
+        {name: _bags(table, field, schema, path) for name, field in schema.lists.items()},
         _stacked(table, [TIME], np.int64, path)[:, 0] if schema.timed else None,
         _stacked(table, [TRUE_LOGIT], np.float32, path)[:, 0] if schema.true_logits else None,
         _stacked(table, [SAMPLE_WEIGHT], np.float32, path)[:, 0] if schema.sample_weights else None,
@@ -168,7 +172,7 @@ def _check_ids(path: Path, field: SparseField, column: pa.ChunkedArray) -> None:
     if field.encoding == "raw":
         return
     for chunk in column.chunks:
-        bounds = pc.min_max(chunk if field.kind == "categorical" else chunk.flatten()).as_py()
+        bounds = pc.min_max(flat_ids(chunk)).as_py()
         for value in bounds.values():
             if value is not None and not 0 <= value < field.num_embeddings:
                 raise UserError(
@@ -196,7 +200,7 @@ def _bags(table: pa.Table, field: SparseField, schema: Schema, path: Path | str)
     weights = None
     offsets = lists.offsets.to_numpy().astype(np.int64)
     offsets -= offsets[0]
-    if field.kind == "weighted":
+    if field.has_weights:
         weight_lists = _lists(table, field.name + WEIGHT_SUFFIX, path)
         weight_offsets = weight_lists.offsets.to_numpy().astype(np.int64)
         if not np.array_equal(weight_offsets - weight_offsets[0], offsets):
@@ -369,12 +373,11 @@ def _positives(label: np.ndarray, weight: np.ndarray | None) -> int | float:
 
 def size_of_split(shards: Sequence[Split], schema: Schema, *, labelled: bool) -> Split:
     """Returns the size of a split from those of its shards, in order."""
-    lists = [field.name for field in schema.sparse if field.kind != "categorical"]
     positives = [shard.positives or () for shard in shards]
     return Split(
         sum(shard.rows for shard in shards),
         tuple(sum(own[task] for own in positives) for task in range(len(schema.labels))) if labelled else None,
         tuple(shard.rows for shard in shards),
-        {name: sum(shard.values[name] for shard in shards) for name in lists},
+        {name: sum(shard.values[name] for shard in shards) for name in schema.lists},
         sum(shard.weight or 0.0 for shard in shards) if schema.sample_weights else None,
     )

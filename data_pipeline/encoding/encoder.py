@@ -34,7 +34,7 @@ from ..dataset.schema import (
     vocabulary_file,
 )
 from ..hashing import bytes_hashes, string_buffers, string_hashes
-from ..raw.layouts import RawField
+from ..raw.layouts import FIELD_KINDS, RawField
 from ..raw.lists import last_values, weights_of_pairs
 from ..raw.parsing import Parsed
 from .numbers import Transforms, bucket_ids
@@ -47,7 +47,7 @@ def sparse_field(raw: RawField, encoding: Encoding) -> SparseField:
     return SparseField(
         raw.name + BUCKET_SUFFIX if bucketed else raw.name,
         RESERVED_ROWS,
-        raw.sparse_kind,
+        FIELD_KINDS[raw.kind].sparse,
         pooling=raw.pooling or "sum",
         encoding=encoding,
         source=raw.name,
@@ -61,10 +61,6 @@ def sparse_field(raw: RawField, encoding: Encoding) -> SparseField:
 def texts_of(field: SparseField, parsed: Parsed) -> pa.Array:
     """Returns the unencoded ids of a field: strings [R], or lists of strings [R]."""
     return bucket_ids(parsed.numbers[field.source]) if field.bucketed else parsed.ids[field.source]
-
-
-def flat(field: SparseField, texts: pa.Array) -> pa.Array:
-    return texts if field.kind == "categorical" else texts.flatten()
 
 
 @dataclass(frozen=True)
@@ -97,11 +93,11 @@ class Encoder:
 
     def _ids(self, field: SparseField, parsed: Parsed) -> dict[str, pa.Array]:
         text = texts_of(field, parsed)
-        if field.kind == "categorical":
+        if not field.is_list:
             return {field.name: pa.array(self._rows_of_text(field, text))}
         offsets = list_offsets(text)
         columns = {field.name: pa.ListArray.from_arrays(offsets, pa.array(self._rows_of_text(field, text.flatten())))}
-        if field.kind == "weighted":
+        if field.has_weights:
             weights = pa.array(parsed.weights[field.source])
             columns[field.name + WEIGHT_SUFFIX] = pa.ListArray.from_arrays(offsets, weights)
         return columns
@@ -166,14 +162,14 @@ class Encoder:
         values = columns[field.source]
         if field.bucketed:
             return bucket_ids(numbers[field.source]).to_pylist(), None, None
-        if field.kind == "categorical":
+        if not field.is_list:
             return [value or "" for value in values], None, None
-        if field.kind == "weighted":
+        if field.has_weights:
             lists = [value or [{"id": "", "weight": 1.0}] for value in values]
             pairs = [*chain.from_iterable(lists)]
             weights = torch.from_numpy(weights_of_pairs([pair["weight"] for pair in pairs]))
             return [pair["id"] for pair in pairs], [*map(len, lists)], weights
-        if field.kind == "sequence":
+        if field.is_sequence:
             main = field.along or field.source
             others = [columns[other.source] for other in self.sparse if other.along == main]
             lists = last_values(values, columns[main], others, field.max_length)

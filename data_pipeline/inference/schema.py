@@ -24,7 +24,7 @@ from ..dataset.schema import (
     TRUE_LOGIT,
     WEIGHT_SUFFIX,
 )
-from ..raw.layouts import NUMBER_KINDS, RawLabel
+from ..raw.layouts import FIELD_KINDS, RawLabel
 from .columns import (
     FEW_VALUES,
     FREQUENT,
@@ -186,7 +186,7 @@ def infer_schema(
     left_out += [_left_out("", "a column without a name")] * ("" in sample.columns)
     if not sample.header:
         left_out += [_left_out(name, "of the folder; it needs files with a header") for name in sample.partition]
-    no_ids = all(field.keys["kind"] in NUMBER_KINDS for field in fields)
+    no_ids = all(FIELD_KINDS[field.keys["kind"]].is_of_numbers for field in fields)
     of_text = {"delimiter": sample.delimiter, "quote": sample.quote, "header": sample.header}
     of_file: dict[str, Any] = of_text if sample.is_text else {}
     of_file |= {"encoding": sample.encoding} if sample.encoding else {}

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..dataset.schema import OUT_OF_VOCABULARY, RESERVED_ROWS, WINDOW_ROWS, Split
-from ..encoding.encoder import Encoder, flat, texts_of
+from ..dataset.shards import flat_ids
+from ..encoding.encoder import Encoder, texts_of
 from ..encoding.numbers import count_bounded
 from ..encoding.vocabulary import Vocabulary
 from ..raw.columns import EARLY_TIMES, NEGATIVE, WEIGHTLESS
@@ -74,7 +75,7 @@ def doubts_of(encoder: Encoder, parsed: Parsed, encoded: pa.Table, layout: Layou
 def _pointed(encoder: Encoder, parsed: Parsed) -> Doubts:
     found: Doubts = Counter()
     for field in (field for field in encoder.sparse if not field.bucketed):
-        text = flat(field, texts_of(field, parsed))
+        text = flat_ids(texts_of(field, parsed))
         suspects = text.filter(pc.ends_with(text, ".0"))
         if len(suspects):
             found[field.name, POINTED] = _matching(suspects, r"^-?[0-9]+\.0$")

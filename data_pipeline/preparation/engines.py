@@ -47,7 +47,7 @@ def load_blocks(partitions: Sequence[Partition]) -> Results[tuple[Partition, lis
             yield partition, list(islice(found, len(partition.segments)))
 
 
-PLAN_FILE = "plan.pickle"
+SHARED_FILE = "shared.pickle"
 
 
 @contextmanager
@@ -89,7 +89,7 @@ class DaskEngine:
 
     def _ordered(self, task: Callable[[Any, Any], Result], shared: object, items: Iterable[Any]) -> Results[Result]:
         """Yields `task(shared, item)` of each item in order, with at most two pending tasks per thread."""
-        path = self._folder / PLAN_FILE
+        path = self._folder / SHARED_FILE
         with path.open("wb") as file:
             pickle.dump(shared, file, protocol=5)
         # As a task its result is shared between workers, survives the loss of one, and is freed at the end.

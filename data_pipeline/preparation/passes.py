@@ -15,8 +15,8 @@ import pyarrow as pa
 from cowrec.errors import UserError
 
 from ..dataset.schema import RESERVED_ROWS, DenseTransform, Encoding, Schema, SparseField, Split
-from ..dataset.shards import PARTIAL, arrow_schema, shard_path, size_of_split, write_shard
-from ..encoding.encoder import Encoder, flat, sparse_field, texts_of
+from ..dataset.shards import PARTIAL, arrow_schema, flat_ids, shard_path, size_of_split, write_shard
+from ..encoding.encoder import Encoder, sparse_field, texts_of
 from ..encoding.numbers import NumberStatistics, ValueCounts, fitted
 from ..encoding.vocabulary import Vocabulary, VocabularyCounter, counted_values
 from ..parallel import ordered_map
@@ -59,7 +59,7 @@ def _partition_times(layout: Layout, number: int, blocks: Sequence[Block]) -> tu
 
 
 @dataclass(frozen=True)
-class FitPlan:
+class FitSettings:
     """Settings of the pass that fits."""
 
     layout: Layout
@@ -81,18 +81,18 @@ class PartitionStatistics:
 
 
 def fit(
-    engine: Engine, partitions: Sequence[Partition], plan: FitPlan, ledger: BadRowLedger, progress: Report
+    engine: Engine, partitions: Sequence[Partition], settings: FitSettings, ledger: BadRowLedger, progress: Report
 ) -> Encoder:
     """Fits dense transforms and vocabularies on all partitions.
 
     Raises ValueError at a bad row that may not be skipped, or if a model cannot learn from the training samples.
     """
-    layout, config = plan.layout, plan.config
+    layout, config = settings.layout, settings.config
     sparse = sparse_fields(layout, config)
     numbers = _statistics(layout, config)
     counters = {name: VocabularyCounter() for name in _counted(sparse)}
     total = PartitionStatistics()
-    with closing(engine.map(measure, plan, partitions)) as results:
+    with closing(engine.map(measure, settings, partitions)) as results:
         for partition, found in zip(partitions, results, strict=True):
             ledger.add(found.bad)
             total.train_samples += found.train_samples
@@ -106,7 +106,7 @@ def fit(
             progress(partition.file_bytes)
     _check_training(total, layout, ledger)
     total.order.report_dates()
-    if plan.split.kind == "order":
+    if settings.split.kind == "order":
         total.order.report()
     dense = tuple(number for raw in layout.fields for number in fitted(raw, _transform(raw, config), numbers))
     by_name = {raw.name: raw for raw in layout.fields}
@@ -142,15 +142,15 @@ def _check_training(total: PartitionStatistics, layout: Layout, ledger: BadRowLe
         raise UserError(f"column {layout.weight!r}: all {total.train_samples:,} training samples have weight 0")
 
 
-def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionStatistics:
+def measure(settings: FitSettings, number: int, blocks: Sequence[Block]) -> PartitionStatistics:
     """Computes the statistics of one partition."""
-    found = PartitionStatistics(numbers=_statistics(plan.layout, plan.config))
-    sparse = sparse_fields(plan.layout, plan.config)
+    found = PartitionStatistics(numbers=_statistics(settings.layout, settings.config))
+    sparse = sparse_fields(settings.layout, settings.config)
     texts: dict[str, list[pa.Array]] = {name: [] for name in _counted(sparse)}
     numbers: dict[str, list[np.ndarray]] = {name: [np.zeros(0)] for name in found.numbers}
     for block in blocks:
-        parsed = parse(block, plan.layout)
-        splits = plan.split.split_of(parsed)
+        parsed = parse(block, settings.layout)
+        splits = settings.split.split_of(parsed)
         train = splits == TRAIN
         found.order.add(parsed.time, splits)
         found.bad += parsed.bad
@@ -161,11 +161,11 @@ def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionSta
         for name, label in parsed.labels.items():
             own = label[train]  # of rates, most are of both classes
             found.classes += Counter({(name, 0.0): int((own < 1).sum()), (name, 1.0): int((own > 0).sum())})
-        fitted_on = train if plan.config.fit_on == "train" else np.ones_like(train)
+        fitted_on = train if settings.config.fit_on == "train" else np.ones_like(train)
         for name, values in parsed.numbers.items():
             numbers[name].append(values[fitted_on])
         for ids in sparse if texts else ():
-            texts[ids.vocabulary].append(flat(ids, texts_of(ids, parsed).filter(pa.array(train))))
+            texts[ids.vocabulary].append(flat_ids(texts_of(ids, parsed).filter(pa.array(train))))
     for name, parts in numbers.items():
         found.numbers[name].add(np.concatenate(parts))
     found.counted = {name: counted_values(pa.chunked_array(text)) for name, text in texts.items()}
@@ -207,7 +207,7 @@ def _sized(ids: SparseField, vocabularies: dict[str, Vocabulary], config: Prepar
 
 
 @dataclass(frozen=True)
-class WritePlan:
+class WriteSettings:
     """Settings of the pass that writes; all workers can access `folder`, and `schema` has no splits yet."""
 
     folder: Path
@@ -227,54 +227,54 @@ class Written:
 
 
 def write_splits(
-    engine: Engine, partitions: Sequence[Partition], plan: WritePlan, ledger: BadRowLedger, progress: Report
+    engine: Engine, partitions: Sequence[Partition], settings: WriteSettings, ledger: BadRowLedger, progress: Report
 ) -> dict[str, Split]:
-    """Encodes all partitions into `plan.folder`, and returns the size of each split.
+    """Encodes all partitions into `settings.folder`, and returns the size of each split.
 
     Raises ValueError at a bad row that may not be skipped, and OSError if the disk is full.
     """
-    shards: dict[str, list[Split]] = {name: [] for name in plan.split.names}
+    shards: dict[str, list[Split]] = {name: [] for name in settings.split.names}
     doubts: Doubts = Counter()
     for name in shards:
-        (plan.folder / name).mkdir()
-    with closing(engine.map(write_partition, plan, partitions)) as results:
+        (settings.folder / name).mkdir()
+    with closing(engine.map(write_partition, settings, partitions)) as results:
         for partition, written in zip(partitions, results, strict=True):
             ledger.add(written.bad)
             doubts += written.doubts
             for name, size in written.shards.items():
                 # Partitions without samples of a split leave no gap; results come in order, so the name is free.
-                final = shard_path(plan.folder, name, len(shards[name]))
-                shard_path(plan.folder, name, partition.number).rename(final)
+                final = shard_path(settings.folder, name, len(shards[name]))
+                shard_path(settings.folder, name, partition.number).rename(final)
                 shards[name].append(size)
             progress(partition.file_bytes)
-    report(doubts, plan.layout)
-    report_order(shards[SPLITS[TRAIN]], plan.layout.labels)
-    for unfinished in plan.folder.glob(f"*/*{PARTIAL}*"):  # of a worker that was lost
+    report(doubts, settings.layout)
+    report_order(shards[SPLITS[TRAIN]], settings.layout.labels)
+    for unfinished in settings.folder.glob(f"*/*{PARTIAL}*"):  # of a worker that was lost
         unfinished.unlink()
     rows = sum(size.rows for sizes in shards.values() for size in sizes)
-    labelled = any(doubts[label.column, UNLABELLED] < rows for label in plan.layout.found_labels)
-    return {name: size_of_split(sizes, plan.schema, labelled=labelled) for name, sizes in shards.items()}
+    labelled = any(doubts[label.column, UNLABELLED] < rows for label in settings.layout.found_labels)
+    return {name: size_of_split(sizes, settings.schema, labelled=labelled) for name, sizes in shards.items()}
 
 
-def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Written:
+def write_partition(settings: WriteSettings, number: int, blocks: Sequence[Block]) -> Written:
     """Writes shard `number` of each split that the partition has samples of."""
-    columns = arrow_schema(plan.schema)
+    columns = arrow_schema(settings.schema)
     parts: dict[str, list[pa.Table]] = {name: [] for name in SPLITS}
     bad: list[BadRow] = []
     doubts: Doubts = Counter()
     for block in blocks:
-        parsed = parse(block, plan.layout)
+        parsed = parse(block, settings.layout)
         bad += parsed.bad
-        table = plan.encoder.encode(parsed).select(columns.names).cast(columns)
-        doubts += doubts_of(plan.encoder, parsed, table, plan.layout)
-        splits = plan.split.split_of(parsed)
+        table = settings.encoder.encode(parsed).select(columns.names).cast(columns)
+        doubts += doubts_of(settings.encoder, parsed, table, settings.layout)
+        splits = settings.split.split_of(parsed)
         for index, name in enumerate(SPLITS):
             chosen = splits == index
             if chosen.any():
                 parts[name].append(table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen))))
-    labels = plan.schema.label_columns
+    labels = settings.schema.label_columns
     shards = {
-        name: write_shard(shard_path(plan.folder, name, number), pa.concat_tables(tables), labels)
+        name: write_shard(shard_path(settings.folder, name, number), pa.concat_tables(tables), labels)
         for name, tables in parts.items()
         if tables
     }

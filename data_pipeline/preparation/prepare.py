@@ -26,7 +26,7 @@ from ..raw.schema_file import load_schema_file
 from ..remote import Place, RemoteFolder, is_remote, local_path, require_local
 from .config import DEFAULT_TEST_FRACTION, OnBadRow, PrepareConfig, seconds_of
 from .engines import Engine, LocalEngine, dask_engine
-from .passes import FitPlan, WritePlan, count_times, fit, prepared_schema, sparse_fields, write_splits
+from .passes import FitSettings, WriteSettings, count_times, fit, prepared_schema, sparse_fields, write_splits
 from .splits import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, iso
 
 logger = logging.getLogger(__name__)
@@ -100,13 +100,13 @@ def prepare(
         if earlier is None:
             split = _by_files(files, groups) or _split_rule(engine, parts, described, config, on_bad_row, report)
             split = replace(split, negative_fraction=config.negative_fraction)
-            encoder = fit(engine, parts, FitPlan(described, config, split), ledger, report)
+            encoder = fit(engine, parts, FitSettings(described, config, split), ledger, report)
             skipped = BadRowLedger("skip", ledger.by_path.total())
         else:
             split, encoder, skipped = EVERYTHING_IS_TEST, Encoder.load(Path(like or ""), earlier), ledger
         encoder.save(folder)
         fields = prepared_schema(described, encoder)
-        splits = write_splits(engine, parts, WritePlan(folder, described, encoder, split, fields), skipped, report)
+        splits = write_splits(engine, parts, WriteSettings(folder, described, encoder, split, fields), skipped, report)
         schema = replace(
             fields,
             splits=splits if earlier else _checked_splits(splits, described, config),

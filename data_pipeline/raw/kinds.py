@@ -7,18 +7,16 @@ wrong value must leave other samples whole.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from ..dataset.schema import MISSING
 from .columns import UNMARKED, SampleColumns, ValueType, id_value, label_value, number_value, time_value, vector_value
-from .layouts import Layout, RawField
+from .layouts import FIELD_KINDS, Layout, RawField, ValueKind
 from .lists import MARKER, PAIR, ListColumns, ids_value, pairs_value
 from .times import RawTime
-
-ValueKind = Literal["number", "vector", "time", "label", "id", "ids", "weighted"]
 
 
 class Kind(NamedTuple):
@@ -28,40 +26,58 @@ class Kind(NamedTuple):
         canonical: Arrow type of canonical values.
         rule: what a value must be; {0} is the form of text.
         value: converts a single value that is not None, or raises WrongValue.
+        in_json: Arrow type that a value of JSON is read as, unless it is text, null or [].
     """
 
     canonical: pa.DataType
     rule: str
     value: Callable[[Any, ValueType], Any]
+    in_json: Callable[[Any], pa.DataType]
+
+
+def _label_in_json(value: Any) -> pa.DataType:
+    return pa.bool_() if isinstance(value, bool) else pa.int64() if isinstance(value, int) else pa.float64()
+
+
+def _id_in_json(value: Any) -> pa.DataType:
+    return pa.int64() if isinstance(value, int) else pa.string()
+
+
+def _ids_in_json(value: Any) -> pa.DataType:
+    return pa.list_(_id_in_json(value[0]) if isinstance(value, list) else pa.string())
+
+
+def _pairs_in_json(value: Any) -> pa.DataType:
+    first = value[0] if isinstance(value, list) else None
+    item = _id_in_json(first.get("id") if isinstance(first, dict) else first)
+    return pa.list_(pa.struct([("id", item), ("weight", pa.float64())]))
 
 
 KINDS: Mapping[ValueKind, Kind] = {
-    "number": Kind(pa.float64(), "must be a number or null", number_value),
-    "time": Kind(pa.float64(), "must be Unix seconds or ISO 8601 text", time_value),
-    "vector": Kind(pa.list_(pa.float64()), "must be a list of numbers, their joined text, or null", vector_value),
-    "label": Kind(pa.string(), "must be true, false, a number or a string", label_value),
-    "id": Kind(pa.string(), "must be a string, a number, true, false or null", id_value),
+    "number": Kind(pa.float64(), "must be a number or null", number_value, lambda _: pa.float64()),
+    "time": Kind(pa.float64(), "must be Unix seconds or ISO 8601 text", time_value, lambda _: pa.float64()),
+    "vector": Kind(
+        pa.list_(pa.float64()),
+        "must be a list of numbers, their joined text, or null",
+        vector_value,
+        lambda _: pa.list_(pa.float64()),
+    ),
+    "label": Kind(pa.string(), "must be true, false, a number or a string", label_value, _label_in_json),
+    "id": Kind(pa.string(), "must be a string, a number, true, false or null", id_value, _id_in_json),
     "ids": Kind(
         pa.list_(pa.string()),
         "must be a list of strings, numbers or nulls, its text {0}, or null",
         ids_value,
+        _ids_in_json,
     ),
     "weighted": Kind(
         pa.list_(PAIR),
         'must be a list of {{"id": string or number, "weight": number}}, an object of weights by id, text'
         " ({0}) or null",
         pairs_value,
+        _pairs_in_json,
     ),
 }
-OF_FIELDS: Mapping[str, ValueKind] = {
-    "numeric": "number",
-    "vector": "vector",
-    "categorical": "id",
-    "multi": "ids",
-    "sequence": "ids",
-    "weighted": "weighted",
-}
-"""Kind of the values of a field's column, by kind of the field."""
 _NUMBERS, _TEXTS = {int, float, type(None)}, {str, type(None)}
 
 
@@ -75,7 +91,7 @@ class RawType:
     @staticmethod
     def of(field: RawField, decimal: str = ".") -> "RawType":
         return RawType(
-            "time" if field.part else OF_FIELDS[field.kind],
+            "time" if field.part else FIELD_KINDS[field.kind].values,
             ValueType(field.separator, field.weight_separator, field.null, field.brackets, decimal),
         )
 
@@ -94,21 +110,13 @@ class RawType:
 
     def arrow_of(self, value: Any) -> pa.DataType | None:
         """Returns the Arrow type that a value of JSON, even a wrong one, is read as; None if the value tells none."""
-        kind = self.kind
+        kind = KINDS[self.kind]
         if value is None or value == []:
             return None
         if isinstance(value, str):
             is_joined = self.values.separator or self.values.brackets
-            return self.arrow if kind in ("vector", "ids", "weighted") and not is_joined else pa.string()
-        if kind == "label":
-            return pa.bool_() if isinstance(value, bool) else pa.int64() if isinstance(value, int) else pa.float64()
-        if kind == "id" and isinstance(value, int):
-            return pa.int64()
-        if kind not in ("ids", "weighted") or not isinstance(value, list):
-            return self.arrow
-        first = value[0].get("id") if isinstance(value[0], dict) else value[0]
-        item = pa.int64() if isinstance(first, int) else pa.string()
-        return pa.list_(item if kind == "ids" else pa.struct([("id", item), ("weight", pa.float64())]))
+            return kind.canonical if pa.types.is_list(kind.canonical) and not is_joined else pa.string()
+        return kind.in_json(value)
 
     @property
     def rule(self) -> str:

@@ -7,7 +7,7 @@ import codecs
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -130,25 +130,41 @@ class RawLabel:
 
 
 RawKind = Literal["numeric", "vector", "categorical", "multi", "sequence", "weighted"]
-NUMBER_KINDS = ("numeric", "vector")
-"""Kinds of fields that hold numbers; the others hold ids."""
-LIST_KINDS = ("multi", "sequence", "weighted")
-KINDS_OF_KEYS = {
-    "width": ("vector",),
-    "separator": ("vector", *LIST_KINDS),
-    "weight_separator": ("weighted",),
-    "brackets": LIST_KINDS,
-    "pooling": ("multi", "weighted"),
-    "transform": NUMBER_KINDS,
-    "min_count": ("categorical", *LIST_KINDS),
-    "max_ids": ("categorical", *LIST_KINDS),
-    "max_length": ("sequence",),
-    "shares": ("sequence",),
-    "along": ("sequence",),
-    "age": ("sequence",),
-    "part": ("categorical",),
+ValueKind = Literal["number", "vector", "time", "label", "id", "ids", "weighted"]
+
+
+class FieldKind(NamedTuple):
+    """What the kind of a field implies.
+
+    Attributes:
+        values: kind of the values of the column.
+        keys: keys that the kind takes; all kinds take the keys that no kind lists.
+        sparse: kind of the sparse field of the ids, or of the buckets of numbers.
+        poolings, transforms: values of these keys, the default first, which for "" is that of `[prepare]`.
+    """
+
+    values: ValueKind
+    keys: tuple[str, ...]
+    sparse: SparseKind = "categorical"
+    poolings: tuple[Pooling, ...] = ()
+    transforms: tuple[DenseTransform | Literal[""], ...] = ()
+
+    @property
+    def is_of_numbers(self) -> bool:
+        """True for numbers, which are transformed; False for ids."""
+        return bool(self.transforms)
+
+
+_KEYS_OF_LISTS = "separator", "brackets", "min_count", "max_ids"
+FIELD_KINDS: Mapping[RawKind, FieldKind] = {
+    "numeric": FieldKind("number", ("transform",), transforms=("", *get_args(DenseTransform))),
+    "vector": FieldKind("vector", ("width", "separator", "transform"), transforms=("none", "minmax")),
+    "categorical": FieldKind("id", ("min_count", "max_ids", "part")),
+    "multi": FieldKind("ids", (*_KEYS_OF_LISTS, "pooling"), "multi", poolings=("mean", "sum")),
+    "sequence": FieldKind("ids", (*_KEYS_OF_LISTS, "max_length", "shares", "along", "age"), "sequence"),
+    "weighted": FieldKind("weighted", (*_KEYS_OF_LISTS, "weight_separator", "pooling"), "weighted", poolings=("sum",)),
 }
-"""The kinds of fields that take a key; all take the other keys."""
+_KEYS_OF_KINDS = tuple(dict.fromkeys(key for kind in FIELD_KINDS.values() for key in kind.keys))
 LayoutName = Literal["criteo", "avazu", "tabular"]
 
 
@@ -214,13 +230,15 @@ class RawField:
         where = f"field {self.name!r}"
         if self.name == LABEL or self.name.endswith(WEIGHT_SUFFIX):
             raise UserError(f"{where}: this name is taken; choose another, and give the raw name as `column`")
-        if self.kind not in get_args(RawKind):
-            raise UserError(f"{where}: kind must be one of {', '.join(get_args(RawKind))}, got {self.kind!r}")
-        for key, kinds in KINDS_OF_KEYS.items():
-            if getattr(self, key) and self.kind not in kinds:
-                raise UserError(f"{where}: {key} is for the kinds {', '.join(kinds)}, not for {self.kind}")
+        if self.kind not in FIELD_KINDS:
+            raise UserError(f"{where}: kind must be one of {', '.join(FIELD_KINDS)}, got {self.kind!r}")
+        kind = FIELD_KINDS[self.kind]
+        for key in _KEYS_OF_KINDS:
+            if getattr(self, key) and key not in kind.keys:
+                kinds = ", ".join(name for name, other in FIELD_KINDS.items() if key in other.keys)
+                raise UserError(f"{where}: {key} is for the kinds {kinds}, not for {self.kind}")
         for key in ("width", "max_length"):
-            if self.kind in KINDS_OF_KEYS[key] and getattr(self, key) < 1:
+            if key in kind.keys and getattr(self, key) < 1:
                 raise UserError(f"{where}: {key} must be at least 1 for the kind {self.kind}, got {getattr(self, key)}")
         for key in ("min_count", "max_ids"):
             if getattr(self, key) < 0:
@@ -229,12 +247,11 @@ class RawField:
             raise UserError(f"{where}: brackets takes the place of separators; give one of them")
         if self.separator and self.separator == self.weight_separator:
             raise UserError(f"{where}: separator and weight_separator must differ, both are {self.separator!r}")
-        poolings = ("sum",) if self.kind == "weighted" else get_args(Pooling)
-        transforms = ("none", "minmax") if self.kind == "vector" else get_args(DenseTransform)
-        parts = tuple(filter(None, get_args(TimePart)))
-        for key, choices in (("pooling", poolings), ("transform", transforms), ("part", parts)):
-            if getattr(self, key) not in ("", *choices):
-                raise UserError(f"{where}: {key} must be one of {', '.join(choices)}, got {getattr(self, key)!r}")
+        choices = {"pooling": kind.poolings, "transform": kind.transforms, "part": get_args(TimePart)}
+        for key, values in choices.items():
+            if getattr(self, key) not in ("", *values):
+                known = ", ".join(filter(None, values))
+                raise UserError(f"{where}: {key} must be one of {known}, got {getattr(self, key)!r}")
         if self.age and self.shares:
             raise UserError(f"{where}: a field of ages has ids of its own; remove shares")
         if not (self.part or self.age) and (self.unit or self.format or self.zone):
@@ -245,22 +262,15 @@ class RawField:
         object.__setattr__(self, "null", tuple(text for text in self.null if text))
         if self.part or self.age:
             _ = self.time  # is checked
-        if self.kind == "vector" and not self.transform:
-            object.__setattr__(self, "transform", "none")
-        if self.kind in ("multi", "weighted") and not self.pooling:
-            object.__setattr__(self, "pooling", "mean" if self.kind == "multi" else "sum")
+        for key, values in (("transform", kind.transforms), ("pooling", kind.poolings)):
+            object.__setattr__(self, key, getattr(self, key) or next(iter(values), ""))
 
     @property
     def numbers(self) -> tuple[str, ...]:
         """Names of the numbers of a sample; none for a field of ids."""
-        if self.kind == "vector":
-            return tuple(f"{self.name}[{element}]" for element in range(self.width))
-        return (self.name,) if self.kind in NUMBER_KINDS else ()
-
-    @property
-    def sparse_kind(self) -> SparseKind:
-        """Kind of the sparse field of the ids, or of the buckets of numbers."""
-        return "categorical" if self.kind in NUMBER_KINDS else cast(SparseKind, self.kind)
+        if not FIELD_KINDS[self.kind].is_of_numbers:
+            return ()
+        return tuple(f"{self.name}[{element}]" for element in range(self.width)) or (self.name,)
 
     @property
     def time(self) -> RawTime:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..dataset.schema import Schema
-from ..dataset.shards import read_columns
+from ..dataset.shards import flat_ids, read_columns
 
 ONE = 1 << 32
 """Unit of the logarithms: as integers, their sums do not depend on the order of the fields."""
@@ -27,18 +27,14 @@ def log_id_counts(
     total = np.zeros(schema.split(split).rows, np.int64)
     for name in fields:
         trained = read_columns(Path(data_dir), schema, "train", [name])[name].slice(0, train_rows)
-        found = pc.value_counts(_flat(trained))
+        found = pc.value_counts(flat_ids(trained))
         column = read_columns(Path(data_dir), schema, split, [name])[name]
-        known = pc.index_in(_flat(column), value_set=found.field("values"))
+        known = pc.index_in(flat_ids(column), value_set=found.field("values"))
         place = known.fill_null(len(found)).to_numpy()
         counts = np.append(found.field("counts").to_numpy(), 0)
         logs = np.rint(np.log1p(counts) * ONE).astype(np.int64)[place]
         total += logs if not pa.types.is_list(column.type) else _means(logs, pc.list_value_length(column).to_numpy())
     return total
-
-
-def _flat(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return pc.list_flatten(column) if pa.types.is_list(column.type) else column
 
 
 def _means(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -275,11 +275,11 @@ def resident_bytes(schema: Schema, split: str = "train") -> int:
     numbers = len(schema.labels) + schema.sample_weights + schema.true_logits + len(schema.dense)
     total = size.rows * (4 * numbers + 8 * schema.timed)
     for field in schema.sparse:
-        if field.kind == "categorical":
-            total += id_bytes * size.rows
-        else:
-            value_bytes = id_bytes + (4 if field.kind == "weighted" else 0)
+        if field.is_list:
+            value_bytes = id_bytes + (4 if field.has_weights else 0)
             total += 8 * (size.rows + 1) + value_bytes * size.values.get(field.name, 0)
+        else:
+            total += id_bytes * size.rows
     return total
 
 

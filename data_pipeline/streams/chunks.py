@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from ..codec import BadSample, Encoded, SampleCodec
 from ..dataset.schema import MISSING
-from ..dataset.shards import shard_columns
+from ..dataset.shards import flat_ids, shard_columns
 from ..hashing import string_hashes
 from .source import Chunk
 
@@ -132,10 +132,8 @@ class MissingValues:
             found[field.name] = int((table[field.name].to_numpy() == np.float32(code)).sum())
         for each in self._schema.sparse:
             column = table[each.name]
-            is_single = each.kind == "categorical"
-            values = column if is_single else pc.list_flatten(column)
-            empty = 0 if is_single else pc.sum(pc.equal(pc.list_value_length(column), 0)).as_py() or 0
-            found[each.name] = empty + (pc.sum(pc.equal(values, MISSING)).as_py() or 0)
+            empty = pc.sum(pc.equal(pc.list_value_length(column), 0)).as_py() if each.is_list else 0
+            found[each.name] = (empty or 0) + (pc.sum(pc.equal(flat_ids(column), MISSING)).as_py() or 0)
         return found
 
     def usual_shares(self, data_dir: Path) -> dict[str, float]:

@@ -39,6 +39,7 @@ from ..dataset.schema import (
 )
 from ..dataset.shards import (
     arrow_schema,
+    flat_ids,
     new_folder,
     shard_path,
     size_of_split,
@@ -420,8 +421,8 @@ def write_following(
         table, draw = drawn(start + first, count)
         for field in schema.sparse:
             text = table[field.name].combine_chunks()
-            column = pa.array(raw_ids(text if field.kind == "categorical" else text.flatten()))
-            if field.kind != "categorical":
+            column = pa.array(raw_ids(flat_ids(text)))
+            if field.is_list:
                 column = pa.ListArray.from_arrays(text.offsets, column)
             table = table.set_column(table.column_names.index(field.name), field.name, column)
         return table, draw

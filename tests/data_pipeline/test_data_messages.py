@@ -1,11 +1,9 @@
 """Messages about settings, counts, schema files and addresses: each names the problem, the value and the remedy."""
 
-from typing import get_args
-
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, SparseField, SynthesizeConfig, open_source
-from cowrec.data_pipeline.raw.layouts import LIST_KINDS, NUMBER_KINDS, RawKind
+from cowrec.data_pipeline.raw.layouts import FIELD_KINDS
 from cowrec.data_pipeline.raw.schema_file import load_schema_file
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig
 from cowrec.names import parse_count
@@ -54,13 +52,13 @@ NUMBER = "[[fields]]\nname = 'x'\nkind = 'numeric'\n"
         ("header = 'no'\n" + FIELD, "header must be of type bool, got 'no'"),
         ("header = false\n" + FIELD, "give `columns` if, and only if, header = false"),
         ("", "at least one field"),
-        (NUMBER.replace("numeric", "date"), f"kind must be one of {', '.join(get_args(RawKind))}, got 'date'"),
-        (FIELD + "separator = '|'", f"separator is for the kinds vector, {', '.join(LIST_KINDS)}, not for"),
+        (NUMBER.replace("numeric", "date"), f"kind must be one of {', '.join(FIELD_KINDS)}, got 'date'"),
+        (FIELD + "separator = '|'", "separator is for the kinds vector, multi, sequence, weighted, not for"),
         (FIELD + "size = 3", "fields entry 1: unknown key 'size'"),
         (FIELD + FIELD, "field names must differ"),
         (NUMBER.replace("x", "label"), "this name is taken"),
         ("label = 'x'\n" + FIELD, "column 'x' is the label"),
-        (FIELD + "transform = 'log'", f"transform is for the kinds {', '.join(NUMBER_KINDS)}, not for categorical"),
+        (FIELD + "transform = 'log'", "transform is for the kinds numeric, vector, not for categorical"),
         ("null = 'NA'\n" + FIELD, "null must be a list of strings or numbers, got"),
         ("labels = ['a']\nlabel = 'b'\n" + FIELD, "labels replaces label"),
         ("labels = ['a', {column = 'b'}]\n" + FIELD, "labels entry 2 must be a column or have a name"),

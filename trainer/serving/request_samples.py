@@ -141,21 +141,19 @@ def _encode(codec: SampleCodec, samples: list[RequestSample]) -> tuple[SampleBlo
 
 def _with_shared(codec: SampleCodec, block: SampleBlock, once: SampleBlock, shared: Fields) -> SampleBlock:
     """The samples with the shared fields of the one sample ``once``."""
-    schema, columns = codec.schema, codec.source_columns
+    schema, singles, columns = codec.schema, codec.schema.singles, codec.source_columns
     dense, ids, bags = block.dense.clone(), block.ids.clone(), dict(block.bags)
     for index, number in enumerate(schema.dense):
         if columns[number.source or number.name] in shared:
             dense[:, index] = once.dense[0, index]
-    single = 0
     for field in schema.sparse:
-        is_shared = columns[field.source or field.name] in shared
-        if field.kind != "categorical":
-            if is_shared:
-                bags[field.name] = once.bags[field.name].take(torch.zeros(len(block), dtype=torch.int64))
+        if columns[field.source or field.name] not in shared:
             continue
-        if is_shared:
+        if field.is_list:
+            bags[field.name] = once.bags[field.name].take(torch.zeros(len(block), dtype=torch.int64))
+        else:
+            single = singles.index(field.name)
             ids[:, single] = once.ids[0, single]
-        single += 1
     return SampleBlock(dense, block.label, ids, bags)
 
 

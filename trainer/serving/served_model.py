@@ -174,8 +174,7 @@ class ServedModel:
 
     def _with_bucket_rows(self, samples: SampleBlock) -> SampleBlock:
         """Replaces ids of hashed fields by their rows."""
-        ids, bags = samples.ids.clone(), dict(samples.bags)
-        singles = [field.name for field in self.schema.sparse if field.kind == "categorical"]
+        ids, bags, singles = samples.ids.clone(), dict(samples.bags), self.schema.singles
         for field, bucketing in self._buckets.items():
             if field in bags:
                 values = id_bucket_rows(bags[field].values.numpy().astype(np.int64), *bucketing)

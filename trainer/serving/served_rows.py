@@ -71,13 +71,11 @@ class ServedRows:
         numbers = {key: number for number, key in enumerate(schema.keys)}
         self._number = {field.name: numbers[field.keys[0]] for field in schema.sparse}
         fields = [(self._number[field.name], field) for field in schema.sparse]
-        singles = np.array([number for number, field in fields if field.kind == "categorical"], np.int64)
+        singles = np.array([number for number, field in fields if not field.is_list], np.int64)
         self._parts, self._of_width = dict[int, RowStore](), []
         for width in np.unique(widths).tolist():
             columns = np.flatnonzero(widths[singles] == width)  # of the samples' ids
-            bags = [
-                numbered for numbered in fields if numbered[1].kind != "categorical" and widths[numbered[0]] == width
-            ]
+            bags = [(number, field) for number, field in fields if field.is_list and widths[number] == width]
             self._of_width.append((columns, singles[columns], bags))
             self._parts[width] = RowStore(sizes, table_of, widths == width, width, precision)
         self.tables = tuple(store.tables for store in self._parts.values())

@@ -219,7 +219,7 @@ def _check_fused_updates(config: RunConfig, schema: Schema) -> None:
                 ' "adam", or a clip'
             )
         return
-    several = [field.name for field in schema.sparse if field.kind in ("multi", "weighted")]
+    several = [name for name in schema.lists if name not in schema.sequences]
     if several:
         raise UserError(
             f'optimizer.embedding = "{optimizer}" can neither clip the embedding apart from the wide weight nor give'

@@ -293,7 +293,6 @@ def pipeline_of(
 def why_not_captured(plan: RunPlan, model: nn.Module, optimizer: EmbeddingAdam | LookupsHandle | None) -> str:
     """Says why the steps of a run cannot be captured as a CUDA graph; "" if they can."""
     config, process = plan.config, plan.process
-    several = [field.name for field in plan.schema.sparse if field.kind != "categorical"]
     if not config.train.cuda_graph:
         return "train.cuda_graph = false"
     if config.train.accumulation > 1:
@@ -302,8 +301,8 @@ def why_not_captured(plan: RunPlan, model: nn.Module, optimizer: EmbeddingAdam |
         return "CUDA graphs exist on CUDA only"
     if process.world_size > 1:
         return "the sizes of the exchange between processes vary"
-    if several:
-        return f"the number of ids of field {several[0]!r} varies"
+    if plan.schema.lists:
+        return f"the number of ids of field {next(iter(plan.schema.lists))!r} varies"
     if any(spec.ids.kind == "collisionless" for spec in plan.tables):
         return "id tables give ids their rows between steps"
     if not isinstance(optimizer, EmbeddingAdam):

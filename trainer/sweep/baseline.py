@@ -172,7 +172,7 @@ def _lightgbm(
 
     columns: list[str] = [number.name for number in schema.dense]
     for field in schema.sparse:
-        columns += [field.name] if field.kind == "categorical" else [f"{field.name} (number)", field.name]
+        columns += [f"{field.name} (number)", field.name] if field.is_list else [field.name]
 
     def features(part: Part) -> np.ndarray:
         """Float32 [R, N + F], and a column more for each field of several ids; NaN for what is not known."""

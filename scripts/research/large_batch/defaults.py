@@ -160,7 +160,7 @@ def train_defaults(data: Path, batch_size: int, seed: int) -> dict[str, list[Any
 def train_peer(data: Path, name: str) -> dict[str, list[Any]]:
     """LightGBM or logistic regression, on the samples that the networks train on."""
     schema = Schema.load(data)
-    ids = [field.name for field in schema.sparse if field.kind == "categorical"]
+    ids = schema.singles
     parts = {split: pq.read_table(data / split) for split in ("train", "test")}
     rows = len(parts["train"])
     border = rows - round(rows * HELD_OUT)
