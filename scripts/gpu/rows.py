@@ -172,8 +172,7 @@ def steps(problem: Problem, kind: str) -> Iterator[int]:
     def adam() -> AdamRows:
         taken = torch.tensor([problem.step], dtype=torch.int32, device=device)
         on_device = DeviceSteps(taken, problem.last_step, *history.step_scalars, ones, log_decay, layout.dim)
-        scalars = history.scalars(max(problem.step, 1), falling_rate(problem.step))
-        numbers = (problem.step, scalars, log_beta2(CONFIG), False, None)
+        numbers = (problem.step, log_beta2(CONFIG), False, None)
         return AdamRows(problem.state, adam_constants(CONFIG), thresholds, on_device, *numbers)
 
     for bags, grad in problem.batches:

@@ -46,7 +46,7 @@ class AdamConfig:
     """Adam's settings.
 
     Attributes:
-        lr: learning rate, per step, >= 0; the first rate of a schedule.
+        lr: learning rate, per step, >= 0, until a schedule sets another; see :attr:`EmbeddingAdam.lr`.
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment, > 0.
         adam_epsilon: position of eps. "torch": ``m_hat / (sqrt(v_hat) + eps)``; "keras" (the CowClip reference):

@@ -214,7 +214,6 @@ class AdamRows(NamedTuple):
     thresholds: RestThresholds
     steps: DeviceSteps  # ``last_step`` is updated in place
     step: int  # latest step, which rows take or catch up to
-    scalars: AdamScalars  # scalars of that step
     log_beta2: float  # as in DeviceSteps
     clips_absent: bool  # whether the L2 gradient of an absent row may exceed the row's limit
     ftrl: FtrlConstants | None  # settings of the columns under FTRL; None without such columns
@@ -222,6 +221,12 @@ class AdamRows(NamedTuple):
     @property
     def replays(self) -> bool:
         return self.steps.last_step.numel() > 0
+
+    @property
+    def scalars(self) -> AdamScalars:
+        """Scalars of the latest step, float32 [] on the device."""
+        of_steps: Any = (self.steps.step_sizes, self.steps.denominator_scales, self.steps.decays)
+        return AdamScalars(*(values[self.step - 1] for values in of_steps))
 
 
 class StaleRows(NamedTuple):

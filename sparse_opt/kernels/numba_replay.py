@@ -14,10 +14,9 @@ often a row is read. Compiled by numba without the GIL, float32 only. Sizes: n r
 
 import numpy as np
 
-from ..algorithm.adam import AdamScalars
 from .compiled import compiled
 from .layout import REST_INTERVAL
-from .numba_rows import clip_factor, divide, load_row, prefetch_row, root, scalars_of_table, step_of_element, store_row
+from .numba_rows import clip_factor, divide, load_row, prefetch_row, root, scalars_of_step, step_of_element, store_row
 
 ROW_BITS = 33
 """Low bits of the 64-bit keys by which rows are sorted; they hold the row's index, and the high bits its last step."""
@@ -74,16 +73,10 @@ def rows_of_keys(keys, layout):
 
 
 @compiled(error_model="numpy")
-def _scalars(steps, t, lr_factor):
-    scalars = AdamScalars(steps.step_sizes[t], steps.denominator_scales[t], steps.decays[t])
-    return scalars_of_table(scalars, lr_factor)
-
-
-@compiled(error_model="numpy")
 def _steps(w, m, v, count, first, end, lr_factor, steps, constants):
     """Takes steps first + 1 .. end on the ``count`` leading elements, a multiple of _VECTOR, without a clip."""
     for t in range(first, end):
-        scalars = _scalars(steps, t, lr_factor)
+        scalars = scalars_of_step(steps, t, lr_factor)
         for i in range(count):
             gradient = constants.twice_l2 * w[i]
             w[i], m[i], v[i] = step_of_element(w[i], m[i], v[i], gradient, constants, scalars, root, divide)
@@ -93,7 +86,7 @@ def _steps(w, m, v, count, first, end, lr_factor, steps, constants):
 def _steps_without_moments(w, v, count, first, end, lr_factor, steps, constants):
     """Does :func:`_steps` where all first moments are zero and there is no L2."""
     for t in range(first, end):
-        decay = _scalars(steps, t, lr_factor).decay
+        decay = scalars_of_step(steps, t, lr_factor).decay
         for i in range(count):
             w[i] = w[i] - decay * w[i]
             v[i] = constants.beta2 * v[i]
@@ -201,7 +194,7 @@ def replay_clipped_rows(part, parts, dim, lr_factor, rows, state, steps, constan
         g = np.empty(dim, np.float32)
         last_step[rows.row[i]] = step
         for now in range(rows.last[i], step):
-            scalars = _scalars(steps, now, lr_factor)
+            scalars = scalars_of_step(steps, now, lr_factor)
             for d in range(dim):
                 g[d] = constants.twice_l2 * w[d]
             factor, _ = clip_factor(w, g, 1, clips, t)

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..algorithm.adam import adam_element, ftrl_element, table_scalars
+from ..algorithm.adam import AdamScalars, adam_element, ftrl_element, table_scalars
 from .compiled import compiled
 from .layout import Blocks, LookupBags, to_numpy
 
@@ -282,6 +282,13 @@ ftrl_of_element = compiled(inline="always")(ftrl_element)
 scalars_of_table = compiled(inline="always")(table_scalars)
 
 
+@compiled(error_model="numpy")
+def scalars_of_step(steps, t, lr_factor):
+    """Returns the scalars of step ``t``, from 0, for a table."""
+    scalars = AdamScalars(steps.step_sizes[t], steps.denominator_scales[t], steps.decays[t])
+    return scalars_of_table(scalars, lr_factor)
+
+
 @compiled(inline="always", error_model="numpy")
 def prefetch_row(state, start, dim):
     """Requests a row and its moments while earlier rows are computed."""
@@ -311,7 +318,7 @@ def store_row(w, m, v, low, state, start, dim):
 
 
 @compiled(error_model="numpy")
-def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constants, scalars, steps, ftrl):
+def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constants, steps, ftrl):
     """Takes step ``steps.taken`` of Adam, and of FTRL in its columns, on the distinct rows of some tables, in place.
 
     Under replay, the rows' last steps are written, and a row at rest (see numba_replay.py) first catches up the decay
@@ -324,7 +331,7 @@ def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constan
     g = np.empty(elements, np.float32)
     for k, t in enumerate(tables):
         dim, first, start, first_row = layout.dim[t], tops[k], layout.start[t], layout.first_row[t]
-        own, alpha = scalars_of_table(scalars, steps.lr_factors[t]), ftrl.alpha * steps.lr_factors[t]
+        own, alpha = scalars_of_step(steps, step - 1, steps.lr_factors[t]), ftrl.alpha * steps.lr_factors[t]
         for block in range(first, tops[k + 1], _ROWS):
             end = min(block + _ROWS, tops[k + 1])
             for u in range(block, end):

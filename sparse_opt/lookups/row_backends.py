@@ -128,9 +128,8 @@ class NumbaRows:
         return written.to(backward.output_grad.dtype)
 
     def update(self, backward: LookupBackward, adam: AdamRows) -> None:
-        numbers, ftrl = (to_float32(adam.constants), to_float32(adam.scalars)), adam.ftrl or ftrl_constants(None)
-        arguments = (to_numpy(adam.state), *numbers, to_numpy(adam.steps), to_float32(ftrl))
-        self._run(self._kernels.adam_rows, backward, *arguments)
+        numbers = (to_float32(adam.constants), to_numpy(adam.steps), to_float32(adam.ftrl or ftrl_constants(None)))
+        self._run(self._kernels.adam_rows, backward, to_numpy(adam.state), *numbers)
 
     def _run(self, kernel: Any, backward: LookupBackward, *arguments: Any) -> None:
         """Sums the rows' gradients, runs a kernel on the rows of groups of tables, and records the ratios."""

@@ -120,8 +120,8 @@ class CollectionAdam:
         if self.history.is_replayed and value > self._largest_rate:
             raise UserError(
                 f"EmbeddingAdam.lr = {value:g} is above {self._largest_rate:g}, the largest rate for which"
-                f" AdamConfig.lr = {self._config.lr:g} tells when a row is at rest; give AdamConfig the largest"
-                " learning rate of the schedule, and let the schedule begin below it"
+                f" AdamConfig.lr = {self._config.lr:g} tells when a row is at rest; give AdamConfig a higher"
+                " rate, and let the schedule begin below it"
             )
         return float(value)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cowrec.errors import UserError
 
-from ..algorithm.adam import AdamConfig, AdamScalars, adam_constants, ftrl_constants
+from ..algorithm.adam import AdamConfig, adam_constants, ftrl_constants
 from ..kernels.layout import AdamRows, AdamState, DeviceSteps, LookupBackward, LookupBags, LookupIds, RowResults
 from ..kernels.profiling import EMBEDDING_UPDATE, profiled
 from ..kernels.torch_rows import is_behind, missed_decay
@@ -22,7 +22,6 @@ from .all_rows import update_all_rows
 from .replay import StepHistory, absent_clip_binds, log_beta2, rest_thresholds
 
 _ROWS_AT_ONCE = 1 << 22
-_NO_SCALARS = AdamScalars(0.0, 0.0, 0.0)
 
 
 class LookupAdam:
@@ -103,8 +102,8 @@ class LookupAdam:
         numbers = (*self._history.step_scalars, self._lr_factors_here, self._log_beta2_here, self._adam_columns)
         return DeviceSteps(self._taken, self.last_step, *numbers)
 
-    def _rows(self, scalars: AdamScalars = _NO_SCALARS) -> AdamRows:
-        numbers = (self._step, scalars, self._log_beta2, self._clips_absent, self._ftrl)
+    def _rows(self) -> AdamRows:
+        numbers = (self._step, self._log_beta2, self._clips_absent, self._ftrl)
         return AdamRows(self.state, self._constants, self._thresholds, self._device_steps, *numbers)
 
     def look_up(self, loss_scale: LossScale, forward: Forward, inputs: Inputs) -> Tensor:
@@ -152,13 +151,12 @@ class LookupAdam:
             self.wrapped.compile(lambda rows, nothing: rows.update(nothing, adam))
 
     def _take_step(self, backward: LookupBackward, lr: float) -> None:
-        if self.replays or self.wrapped.rows.is_capturable:
-            self._history.prepare(self._step, lr)
-        scalars = self._history.scalars(self._step, lr)
         if self._config.absent_rows == "dense":
+            scalars = self._history.scalars(self._step, lr)
             update_all_rows(self.wrapped, self.state, backward, self._config, scalars, self._lr_factors)
         else:
-            self.wrapped.rows.update(backward, self._rows(scalars))
+            self._history.prepare(self._step, lr)
+            self.wrapped.rows.update(backward, self._rows())
 
     def catch_up(self, bags: LookupBags) -> LookupIds | None:
         """Takes the missed steps of the rows that a forward pass looks up; returns the rows if the work found them."""

@@ -108,7 +108,7 @@ class StepHistory:
         self._steps = 0
         self._scheduled, self._scheduled_lr = 0, config.lr
         self.step_scalars = StepScalars(
-            *(torch.empty(0, dtype=torch.float32, device=device) for _ in StepScalars._fields)
+            *(torch.zeros(2 * _AHEAD, dtype=torch.float32, device=device) for _ in StepScalars._fields)
         )
 
     @property
@@ -185,7 +185,7 @@ class StepHistory:
     def _reserve(self, steps: int) -> None:
         capacity = len(self.step_scalars.step_sizes)
         if steps > capacity:
-            more = max(steps, 2 * capacity, 2 * _AHEAD) - capacity
+            more = max(steps, 2 * capacity) - capacity
             self.step_scalars = StepScalars(
                 *(torch.cat([values, values.new_zeros(more)]) for values in self.step_scalars)
             )
