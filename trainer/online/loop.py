@@ -199,7 +199,7 @@ class _OnlineTrainer:
 
         The position is None on the others, and if there is no checkpoint.
         """
-        progress = self.run.resume()
+        progress = self.state.resume(self.run.checkpoints)
         if progress is None:
             return None
         path = self.run.checkpoints.latest
@@ -298,7 +298,7 @@ class _OnlineTrainer:
         shared = {
             "world_size": self.process.world_size,
             "id_tables": id_tables,
-            "batches_set_aside": self.run.set_aside,
+            "batches_set_aside": self.state.set_aside,
             **self.run.report(),
         }
         return from_first(self.process, lambda: {**self.measured.report(self.stream), **shared})

@@ -134,7 +134,7 @@ class Measurements:
         values = {"loss": loss, "samples_per_second": speed, "reading_share": self.reading_share}
         log.write("train", steps, **values, samples=self.samples)
         if stream:
-            log.write("stream", steps, **stream.counters, batches_set_aside=run.set_aside)
+            log.write("stream", steps, **stream.counters, batches_set_aside=run.state.set_aside)
         run.write_statistics(log)
 
     def finish(self, log: MetricsLog, stream: SampleStream | None) -> None:
@@ -158,7 +158,7 @@ class Measurements:
         self._reported, self._missing, self._reported_at = counters, missing, time.monotonic()
         if not any(new.values()):
             return
-        log.write("stream", run.steps, **counters, batches_set_aside=run.set_aside)
+        log.write("stream", run.steps, **counters, batches_set_aside=run.state.set_aside)
         left_out = ", ".join(f"{new[name]:,} {name}" for name in LEFT_OUT if new[name])
         if left_out:
             run.warn(f"warning: of the last {new['samples']:,} samples some were left out: {left_out}")
@@ -181,7 +181,7 @@ class Measurements:
         values = {
             "samples": self.samples,
             "steps": self._run.steps,
-            "batches_set_aside": self._run.set_aside,
+            "batches_set_aside": self._run.state.set_aside,
             "samples_per_second": self.samples_per_second,
             "reading_share": self.reading_share,
             "waiting_samples": len(stream.position.waiting),

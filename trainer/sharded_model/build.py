@@ -138,11 +138,6 @@ def check_network(model: nn.Module, config: RunConfig, process: Process) -> None
             )
 
 
-def has_batch_norm(model: nn.Module) -> bool:
-    """Tells whether a network has batch normalisation, which cannot train on a single sample."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
 def check_batches(model: nn.Module, plan: RunPlan) -> None:
     """Raises UserError for batches of a single sample, or a part of one, of a network that normalises them."""
     train, rows = plan.config.train, plan.train_rows
@@ -154,6 +149,11 @@ def check_batches(model: nn.Module, plan: RunPlan) -> None:
                 f" {train.batch_size} (train.batch_size), in {train.accumulation} parts each (train.accumulation);"
                 " choose another batch size"
             )
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Tells whether a network has batch normalisation, which cannot train on a single sample."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def train_task(model: nn.Module, plan: RunPlan, loss: MeanLoss | None = None) -> TrainTask:

@@ -45,7 +45,6 @@ class ActiveRun:
 
     Attributes:
         sharding: see :func:`describe_sharding`.
-        set_aside: number of batches of the run that were not trained on.
 
     Raises:
         UserError: see :class:`TrainState`; or the package of a tracker is not installed.
@@ -59,7 +58,7 @@ class ActiveRun:
         on_first(process, lambda: require_trackers(config.train.trackers))
         self.state = TrainState(plan, on_nonfinite, reads_ahead=reads_ahead)
         self.sharding = describe_sharding(self.state.model, plan.bags)
-        self.set_aside = self._set_aside_in_a_row = 0
+        self._set_aside_in_a_row = 0
         self._losses = LossWatch(process)
         self.checkpoints = Checkpoints(place, config.checkpoint, process)
 
@@ -96,7 +95,7 @@ class ActiveRun:
         folder, settings = self.place.folder, to_plain(self.config) | {"derived": self.plan.describe()}
         run = TrackedRun(folder, flattened(settings), flattened(self.state.environment))
         trackers = [Tracking(name, TRACKERS[name](), run) for name in dict.fromkeys(self.config.train.trackers)]
-        position = {"step": self.steps, "set_aside": self.set_aside}
+        position = {"step": self.steps, "set_aside": self.state.set_aside}
         return MetricsLog(folder, trackers=trackers, max_bytes=max_bytes, may_drop=may_drop, **position)
 
     def step(self, batches: Iterator[Batch], passes: int = 1) -> Step:
@@ -107,7 +106,6 @@ class ActiveRun:
         """
         step = self.state.step(batches, passes)
         if step.set_aside:
-            self.set_aside += 1
             self._set_aside_in_a_row += 1
             if self._set_aside_in_a_row == MOST_SET_ASIDE:
                 where = f"in {MOST_SET_ASIDE} batches in a row after step {self.steps} ({step.set_aside})"
@@ -132,9 +130,10 @@ class ActiveRun:
         self.checkpoints.finish()
         derived, last = self.plan.scaled.hyperparameters, self.checkpoints.latest
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before"
-        skip = "" if self.set_aside else ', or leave such batches of a stream out: online.on_nonfinite = "skip"'
+        set_aside = self.state.set_aside
+        skip = "" if set_aside else ', or leave such batches of a stream out: online.on_nonfinite = "skip"'
         return NonFiniteLoss(
-            f"the loss {'or a gradient ' * bool(self.set_aside)}was not finite {where}; {kept}. Look for values that"
+            f"the loss {'or a gradient ' * bool(set_aside)}was not finite {where}; {kept}. Look for values that"
             f" are not finite in the data, lower optimizer.dense_lr (scaled to {derived.dense_lr:g}) or"
             f" optimizer.embedding_lr (scaled to {derived.embedding_lr:g}){skip}"
         )
@@ -154,12 +153,6 @@ class ActiveRun:
         if self.state.id_tables:
             log.write("ids", self.steps, **labels, **self.state.id_tables.counters())
 
-    def resume(self) -> Progress | None:
-        """Loads the newest checkpoint of the run; returns None if it has none."""
-        progress = self.state.resume(self.checkpoints)
-        self.set_aside = progress.set_aside if progress else 0
-        return progress
-
     def save(self, write_files: WriteFiles | None = None, /, **progress: Any) -> None:
         """Saves a checkpoint with the given fields of :class:`Progress`.
 
@@ -174,7 +167,7 @@ class ActiveRun:
                 " data, or lower the learning rates"
             )
         clip = self.state.clip_watch.counts() if self.state.clip_watch else {}
-        progress |= {"clip": clip, "set_aside": self.set_aside}
+        progress |= {"clip": clip, "set_aside": self.state.set_aside}
         self.state.save(self.checkpoints, Progress(self.steps, **progress), write_files)
 
     def settings_summary(self) -> str:

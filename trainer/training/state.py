@@ -69,6 +69,7 @@ class TrainState:
         clip_watch: reads the clip's statistics; None without a clip.
         logit_shift: correction of predictions for the negatives that the training split lacks, see `Schema`.
         steps: number of training steps taken.
+        set_aside: number of batches that were not trained on.
         environment: versions and hardware.
 
     Raises:
@@ -105,7 +106,7 @@ class TrainState:
             captured=None if self.why_not_captured else self.adam,
             batch_size=config.train.batch_size,
         )
-        self.steps, self._passes = 0, 1
+        self.steps, self.set_aside, self._passes = 0, 0, 1
         # A network may have masks of -inf.
         self._finite = {name: tensor.isfinite().all() for name, tensor in dense_tensors(self.model.module).items()}
         self.environment = environment(process.device)
@@ -146,6 +147,7 @@ class TrainState:
             label = torch.cat([label, *(output[2] for output in others)])
         set_aside = self._guard.reason if self._guard else ""
         self.steps += not set_aside
+        self.set_aside += bool(set_aside)
         return Step(loss, logits, label, dense_lr, embedding_lr, set_aside)
 
     def _set_embedding_lr(self, lr: float) -> None:
@@ -194,7 +196,7 @@ class TrainState:
                 torch.set_rng_state(generators["cpu"])
                 if "cuda" in generators:
                     torch.cuda.set_rng_state(generators["cuda"], self._process.device)
-        self.steps = progress.step
+        self.steps, self.set_aside = progress.step, progress.set_aside
         if self.clip_watch:
             self.clip_watch.add_earlier(progress.clip)
         return progress

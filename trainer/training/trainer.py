@@ -162,7 +162,7 @@ class Trainer:
             )
 
     def resume(self) -> bool:
-        progress = self.run.resume()
+        progress = self.state.resume(self.run.checkpoints)
         if progress is None:
             return False
         kind, latest = self.process.device.type, self.run.checkpoints.latest

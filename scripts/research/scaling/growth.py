@@ -110,7 +110,7 @@ def _phases(folder: Path) -> None:
         with trainer.running(resume):
             if resume:
                 with metered() as phases["resume"]:
-                    assert trainer.resume()
+                    assert trainer.state.resume(trainer.checkpoints)
                 phases = {"start again": phases["start"], "resume": phases["resume"]}
             else:
                 _train(trainer, readers.train, phases)
