@@ -1,4 +1,12 @@
-# cowrec in a container, for CPUs or, with --build-arg DEVICE=cuda, for NVIDIA GPUs: docs/train.md#containers
+# cowrec in a container, for CPUs or, with --build-arg DEVICE=cuda, for NVIDIA GPUs. No image has been built yet; the pip
+# lines for CPUs were run.
+#   docker build --tag cowrec --secret id=pip,src=pip.conf .
+#   docker run --volume cowrec:/cache --volume "$PWD:/srv" --user "$(id -u)" cowrec train run.toml --data data/clicks
+#   docker build --tag cowrec:cuda --build-arg DEVICE=cuda .
+#   docker run --gpus all --ipc host --volume cowrec:/cache --volume "$PWD:/srv" --user "$(id -u)" --entrypoint torchrun \
+#       cowrec:cuda --nproc-per-node 8 -m cowrec.trainer train run.toml --data data/clicks --run-dir runs/clicks
+# pip.conf names PyTorch's index of CPU builds, or a mirror. serve needs --host 0.0.0.0 and docker run --publish 8000:8000.
+# Under --cpus 4, add --env OMP_NUM_THREADS=4: otherwise torch starts a thread for each core of the machine.
 ARG DEVICE=cpu
 
 FROM python:3.12-slim-bookworm AS base

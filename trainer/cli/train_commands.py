@@ -131,14 +131,21 @@ def online(
     config: RunToml,
     source: Annotated[
         str,
-        typer.Option(help="Stream of samples: folder, redis://HOST:PORT/DB?stream=NAME, or kafka://HOST:PORT/TOPIC."),
+        typer.Option(
+            help="Stream of samples: folder, redis://HOST:PORT/DB?stream=NAME,"
+            " redis+sentinel://HOST:PORT,HOST:PORT/MASTER/DB?stream=NAME, or kafka://HOST:PORT/TOPIC."
+        ),
     ],
     data: TrainData = None,
     run_dir: Annotated[
         str | None, typer.Option(help="Folder of the run, new or empty, on this machine. [runs/NAME-DATE]")
     ] = None,
     publish: Annotated[
-        str | None, typer.Option(help="Target of publications: folder, or redis://HOST:PORT/DB?name=NAME.")
+        str | None,
+        typer.Option(
+            help="Target of publications: folder, redis://HOST:PORT/DB?name=NAME, or"
+            " redis+sentinel://HOST:PORT,HOST:PORT/MASTER/DB?name=NAME."
+        ),
     ] = None,
     overrides: Overrides = None,
     resume: Resume = False,
