@@ -1,5 +1,7 @@
 """pytest plugin: this suite's options, and the folder of the numbers recorded from the reference implementation."""
 
+import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,9 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS.parent))  # for the package scripts, which is not installed
 THIRD_TIER = {("scripts",), ("docs",), ("test_documents.py",), ("test_dockerfile.py",)}
 """Folders and files of tests whose subject changes seldom."""
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; tensors are small, and workers share the cores
+gc.disable()  # until all modules are imported
 
 DEFAULT_DIR = TESTS.parents[1] / "shared" / "golden"
 
@@ -67,6 +72,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector the million objects of imported modules: a search takes longer than most tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def is_thorough(config: pytest.Config) -> bool:

@@ -1,6 +1,7 @@
 """Processes of a test, and their default process group."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import sys
@@ -53,6 +54,7 @@ def prepared_method() -> str:
 
 
 def _in_one_thread(rank: int, function: Callable[..., None], *arguments: Any) -> None:
+    gc.freeze()  # imported modules, through which a search takes longer than most tests
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(SECONDS_TO_WAIT * 0.8)
     function(rank, *arguments)

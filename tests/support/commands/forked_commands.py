@@ -1,6 +1,7 @@
 """Processes of the command ``cowrec`` for tests, forked from one that has imported the libraries."""
 
 import atexit
+import gc
 import multiprocessing
 import os
 import signal
@@ -124,6 +125,7 @@ def _run(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
+    gc.freeze()  # imported modules, through which a search takes longer than most tests
     torch.set_num_threads(1)
     if launches:
         from torch.distributed.run import main as torchrun
