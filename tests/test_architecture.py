@@ -159,7 +159,7 @@ def imports_of_modules() -> dict[str, set[str]]:
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
         named = set(imported_modules(file.read_text(encoding="utf-8"), package))
         # Of ``from cowrec.models import config, ModelConfig`` the first names a module, the second does not.
-        found[name] = {each for each in named if each in files} - {name}
+        found[name] = {name for name in named if name in files} - {name}
     return found
 
 
@@ -204,8 +204,8 @@ def test_the_ground_floor_imports_the_standard_library_alone() -> None:
     assert files.keys() == set(GROUND)
     for name, file in files.items():
         imported = set(imported_modules(file.read_text(encoding="utf-8"), "cowrec"))
-        assert {each.partition(".")[0] for each in imported} <= {"cowrec", *sys.stdlib_module_names}, name
-        assert {each for each in imported if each in PACKAGES} == set(), name
+        assert {name.partition(".")[0] for name in imported} <= {"cowrec", *sys.stdlib_module_names}, name
+        assert {name for name in imported if name in PACKAGES} == set(), name
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -225,7 +225,7 @@ def test_the_table_runs_in_one_direction() -> None:
 def test_no_modules_import_each_other() -> None:
     """Lazy imports included. A package's ``__init__`` only passes names on, so it is no module of its own here."""
     graph = {
-        name: {each for each in imported if modules()[each].name != "__init__.py"}
+        name: {name for name in imported if modules()[name].name != "__init__.py"}
         for name, imported in imports_of_modules().items()
         if modules()[name].name != "__init__.py"
     }

@@ -27,7 +27,7 @@ def names_in(file: Path) -> set[str]:
         if isinstance(node, ast.ClassDef | FUNCTION):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, FUNCTION)}
+            found |= {f"{node.name}.{method.name}" for method in node.body if isinstance(method, FUNCTION)}
     return found
 
 

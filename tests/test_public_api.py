@@ -23,11 +23,15 @@ MARKS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "
 def parameters(value: Any) -> Iterator[str]:
     """Names of the parameters; ``=`` marks those with a default, ``*`` comes before keyword-only ones."""
     keyword_only = False
-    for each in inspect.signature(value).parameters.values():
-        if each.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+    for parameter in inspect.signature(value).parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
             yield "*"
-        yield MARKS.get(each.kind, "") + each.name + ("" if each.default is inspect.Parameter.empty else "=")
+        yield (
+            MARKS.get(parameter.kind, "")
+            + parameter.name
+            + ("" if parameter.default is inspect.Parameter.empty else "=")
+        )
 
 
 def public_api() -> Iterator[str]:
@@ -38,9 +42,9 @@ def public_api() -> Iterator[str]:
             called = f"({', '.join(parameters(value))})" if inspect.isfunction(value) or inspect.isclass(value) else ""
             yield f"{package.__name__}.{name}{called}"
             if inspect.isclass(value):
-                own = {key: each for key, each in vars(value).items() if not key.startswith("_")}
-                for key, each in sorted(own.items()):
-                    plain = each.__func__ if isinstance(each, staticmethod | classmethod) else each
+                own = {key: member for key, member in vars(value).items() if not key.startswith("_")}
+                for key, member in sorted(own.items()):
+                    plain = member.__func__ if isinstance(member, staticmethod | classmethod) else member
                     if inspect.isfunction(plain):
                         yield f"    {key}({', '.join(parameters(plain))})"
                     elif isinstance(plain, property):
@@ -54,8 +58,10 @@ def test_public_names_and_parameters_are_the_recorded_ones() -> None:
 
 def test_the_site_lists_each_public_name_once() -> None:
     statements = ast.parse(TASKS.read_text(encoding="utf-8")).body
-    assigned = [each for each in statements if isinstance(each, ast.Assign)]
-    tasks = next(ast.literal_eval(each.value) for each in assigned if ast.unparse(each.targets[0]) == "TASKS")
+    assigned = [statement for statement in statements if isinstance(statement, ast.Assign)]
+    tasks = next(
+        ast.literal_eval(statement.value) for statement in assigned if ast.unparse(statement.targets[0]) == "TASKS"
+    )
     for package in PACKAGES:
         listed = " ".join(tasks[package.__name__.removeprefix("cowrec.")].values()).split()
         public = [name for name in package.__all__ if not name.startswith("_")]

@@ -62,10 +62,8 @@ class Entry(NamedTuple):
 def entries(kind: type) -> list[Entry]:
     hints = get_type_hints(kind)
     return [
-        Entry(
-            each.name, type_text(hints[each.name]), range_of(kind, each.name, hints[each.name]), each.default, each.text
-        )
-        for each in keys_of(kind)
+        Entry(key.name, type_text(hints[key.name]), range_of(kind, key.name, hints[key.name]), key.default, key.text)
+        for key in keys_of(kind)
     ]
 
 
@@ -75,9 +73,9 @@ def type_text(hint: Any) -> str:
         return NAMES[hint]
     inner, origin = get_args(hint), get_origin(hint)
     if origin in (Union, UnionType):
-        return " or ".join(text for each in inner if each is not NoneType and (text := type_text(each)))
+        return " or ".join(text for part in inner if part is not NoneType and (text := type_text(part)))
     if origin is Literal:
-        return " or ".join(f'"{each}"' for each in inner if each != "")
+        return " or ".join(f'"{choice}"' for choice in inner if choice != "")
     if origin is tuple:
         plural = "" if get_origin(inner[0]) is Literal else "s"
         return f"list of {type_text(inner[0])}{plural}" + ("" if inner[-1] is ... else f", {len(inner)} of them")
@@ -93,7 +91,7 @@ def range_of(kind: type, name: str, hint: Any) -> str:
 
 def requirements(kind: type, name: str, hint: Any) -> Iterator[str]:
     inner = () if get_origin(hint) is dict else get_args(hint)
-    scalar = next((each for each in (hint, *inner) if each in PROBES), None)
+    scalar = next((found for found in (hint, *inner) if found in PROBES), None)
     for value in PROBES.get(scalar, ()):
         try:
             kind(**{name: [value] * len(inner) if get_origin(hint) is tuple else value})
@@ -122,7 +120,7 @@ def table(keys: list[Entry]) -> Iterator[str]:
 
 
 def sections() -> dict[str, type]:
-    return {each.name: each.default_factory for each in dataclasses.fields(RunConfig)}
+    return {field.name: field.default_factory for field in dataclasses.fields(RunConfig)}
 
 
 def of_schema_files() -> Iterator[str]:

@@ -108,26 +108,27 @@ def test_an_id_of_json_is_that_of_the_value_in_parquet(codec, values):
     samples[-1]["sample_id"] = 9.0
     samples.append(good_sample(city=values[0], tags=values, **{"past views": views(*values)}))
     expected = [as_id_text(pa.array([value]))[0][0].as_py() for value in values]
-    for raw in (codec.from_json([json.dumps(each).encode() for each in samples]), codec.from_objects(samples)):
+    for raw in (codec.from_json([json.dumps(sample).encode() for sample in samples]), codec.from_objects(samples)):
         assert raw.bad == ()
         assert [str(value) for value in raw.table["city"].to_pylist()] == [*expected, expected[0]]
         assert codec.encode(raw).sample_ids.to_pylist()[-2] == "9"
         assert [str(value) for tags in raw.table["tags"].to_pylist() for value in tags] == expected * 2
-        assert [str(view["id"]) for each in raw.table["past views"].to_pylist() for view in each] == expected * 2
+        assert [str(view["id"]) for value in raw.table["past views"].to_pylist() for view in value] == expected * 2
 
 
 def test_a_map_from_ids_to_weights_equals_its_list(codec):
     """As it does in Parquet; beside samples with lists, too."""
     maps = [{}, {"a": 2, "7": 0.5}, {"new": 1e-3, "": 3}]
-    lists = [[{"id": name, "weight": weight} for name, weight in each.items()] for each in maps]
-    expected = codec.encode(codec.from_objects([good_sample(**{"past views": each}) for each in lists])).block
-    samples = [good_sample(**{"past views": each}) for each in maps]
+    lists = [[{"id": name, "weight": weight} for name, weight in views.items()] for views in maps]
+    expected = codec.encode(codec.from_objects([good_sample(**{"past views": views}) for views in lists])).block
+    samples = [good_sample(**{"past views": views}) for views in maps]
     table = pa.Table.from_pylist(samples)
-    views = pa.array([[*each.items()] for each in maps], pa.map_(pa.string(), pa.float64()))
+    views = pa.array([[*views.items()] for views in maps], pa.map_(pa.string(), pa.float64()))
     table = table.set_column(table.column_names.index("past views"), "past views", views)
     raws = [codec.from_objects(samples), codec.from_table(table)]
     raws += [
-        codec.from_json([json.dumps(each).encode() for each in samples[start:] + samples[:start]]) for start in (0, 1)
+        codec.from_json([json.dumps(sample).encode() for sample in samples[start:] + samples[:start]])
+        for start in (0, 1)
     ]
     for raw in raws[:3]:
         check_equal(codec.encode(raw).block, expected)
@@ -140,7 +141,7 @@ def test_null_in_a_list_is_a_missing_id(codec):
     samples = [good_sample(tags=tags) for tags in (["t", None], [None], ["t"])]
     expected = codec.encode(codec.from_table(pa.Table.from_pylist(samples)))
     assert expected.bad == ()
-    for raw in (codec.from_objects(samples), codec.from_json([json.dumps(each).encode() for each in samples])):
+    for raw in (codec.from_objects(samples), codec.from_json([json.dumps(sample).encode() for sample in samples])):
         check_equal(codec.encode(raw).block, expected.block)
     check_equal(codec.encode_request(samples)[0], expected.block, labelled=False)
 
@@ -148,9 +149,9 @@ def test_null_in_a_list_is_a_missing_id(codec):
 def test_a_missing_value_by_its_text_keeps_its_place_in_a_list(tmp_path):
     """A history of it alone has one missing id, as in `prepare`; one of an empty text has none."""
     seen = [["a", "b"], ["NA"], ["NA", "a"], [""], [None], [], None, [-1], ["b", -1]]
-    texts = [None if each is None else [None if one is None else str(one) for one in each] for each in seen]
+    texts = [None if value is None else [None if one is None else str(one) for one in value] for value in seen]
     rows = range(len(seen))
-    long = ["|".join("NA" if one is None else str(one) for one in each or []) for each in seen]
+    long = ["|".join("NA" if one is None else str(one) for one in value or []) for value in seen]
     table = pa.table({"click": [row % 2 for row in rows], "time": rows, "seen": pa.array(texts), "long": long})
     pq.write_table(table, tmp_path / "raw.parquet")
     kind = 'kind = "sequence"\nmax_length = 3\nnull = ["NA", "-1"]'
@@ -162,7 +163,7 @@ def test_a_missing_value_by_its_text_keeps_its_place_in_a_list(tmp_path):
     expected = codec.encode(codec.from_table(table)).block
     check_equal(codec.encode(codec.from_objects(samples)).block, expected)
     check_equal(codec.encode_request(samples)[0], expected, labelled=False)
-    lines = [json.dumps(each).encode() for each in samples]
+    lines = [json.dumps(sample).encode() for sample in samples]
     for part in (slice(0, 7), slice(0, 9)):  # of uniform types, and not
         check_equal(codec.encode(codec.from_json(lines[part])).block, expected.take(torch.arange(9)[part]))
 
@@ -192,9 +193,9 @@ WRONG = {
 def test_a_wrong_value_is_reported_without_affecting_other_samples(codec, case):
     change, message = WRONG[case]
     samples = [good_sample(), good_sample(**change), good_sample(city="d")]
-    for raw in (codec.from_json([json.dumps(each).encode() for each in samples]), codec.from_objects(samples)):
+    for raw in (codec.from_json([json.dumps(sample).encode() for sample in samples]), codec.from_objects(samples)):
         encoded = codec.encode(raw)
-        assert [each.index for each in encoded.bad] == [1]
+        assert [bad_sample.index for bad_sample in encoded.bad] == [1]
         assert encoded.bad[0].reason.startswith(message) or message in encoded.bad[0].reason
         assert encoded.index.tolist() == [0, 2]
         assert encoded.block.ids[:, 0].tolist() == [2, 3]
@@ -202,7 +203,7 @@ def test_a_wrong_value_is_reported_without_affecting_other_samples(codec, case):
     assert (alone.table.num_rows, len(alone.bad)) == (0, 1)
     rows, bad = codec.encode_request(samples)
     only_for_training = not change.keys().isdisjoint({"click", "seen at"})
-    assert [each.index for each in bad] == ([] if only_for_training else [1])
+    assert [bad_sample.index for bad_sample in bad] == ([] if only_for_training else [1])
     assert len(rows) == 3 - len(bad)
 
 
@@ -221,15 +222,15 @@ anything = st.one_of(
 )
 def test_a_request_of_any_values_is_encoded_like_columns(codec, codec_of_both, changes):
     """The same samples are good, with the same values, whether or not there are bad ones beside them."""
-    samples = [good_sample(), *(good_sample(**each) for each in changes)]
+    samples = [good_sample(), *(good_sample(**change) for change in changes)]
     for each_codec in (codec, codec_of_both):
         expected = each_codec.encode(each_codec.from_objects(samples, training=False), training=False)
-        wrong = {each.index for each in expected.bad}
+        wrong = {bad_sample.index for bad_sample in expected.bad}
         good = [sample for index, sample in enumerate(samples) if index not in wrong]
         for given_samples in (samples, good):
             rows, bad = each_codec.encode_request(given_samples)
             check_equal(rows, expected.block, labelled=False)
-            assert [each.index for each in bad] == (sorted(wrong) if given_samples is samples else [])
+            assert [bad_sample.index for bad_sample in bad] == (sorted(wrong) if given_samples is samples else [])
 
 
 GOOD = json.dumps(good_sample()).encode()
@@ -245,7 +246,7 @@ MALFORMED.append(([GOOD + GOOD, b" ", GOOD, GOOD[:-1], b"}"], [0, 1, 3, 4]))
 @pytest.mark.parametrize(("lines", "bad"), MALFORMED, ids=range(len(MALFORMED)))
 def test_malformed_lines_do_not_affect_others(codec, lines, bad):
     encoded = codec.encode(codec.from_json(lines))
-    assert [each.index for each in encoded.bad] == bad
+    assert [bad_sample.index for bad_sample in encoded.bad] == bad
     assert encoded.index.tolist() == [index for index in range(len(lines)) if index not in bad]
     assert encoded.block.ids[:, 0].tolist() == [2] * (len(lines) - len(bad))
 
@@ -295,8 +296,8 @@ def test_synthetic_samples_have_row_numbers(tmp_path):
     stored = load_shards(tmp_path / "out", schema, "train", [0])
     codec = SampleCodec.load(tmp_path / "out")
     columns = {"label": stored.label.int(), "time": torch.arange(50)}
-    columns |= {f"I{n + 1}": each for n, each in enumerate(stored.dense.T)}
-    columns |= {f"C{n + 1}": each for n, each in enumerate(stored.ids.T)}
+    columns |= {f"I{n + 1}": column for n, column in enumerate(stored.dense.T)}
+    columns |= {f"C{n + 1}": column for n, column in enumerate(stored.ids.T)}
     samples = [{name: values[row].item() for name, values in columns.items()} for row in range(50)]
     rows = codec.encode(codec.from_json([json.dumps(sample).encode() for sample in samples])).block
     for name in ("dense", "label", "ids"):
@@ -305,7 +306,7 @@ def test_synthetic_samples_have_row_numbers(tmp_path):
     samples[1]["C1"] = schema.sparse[0].num_embeddings
     samples[2]["C1"] = None
     encoded = codec.encode(codec.from_objects(samples))
-    assert [each.index for each in encoded.bad] == [1]
+    assert [bad_sample.index for bad_sample in encoded.bad] == [1]
     assert encoded.block.ids[1, 0] == MISSING
     few, bad = codec.encode_request(samples[2:4])
     assert np.array_equal(few.ids, encoded.block.ids[1:3])
@@ -334,12 +335,12 @@ def test_a_column_of_several_fields_has_the_values_of_each(tmp_path):
     expected = load_shards(tmp_path / "out", schema, "train", [0])
     codec = SampleCodec.load(tmp_path / "out")
     samples = [{"x": x, "y": y, "label": n % 2, "time": 7} for n, (x, y) in enumerate(values)]
-    for raw in (codec.from_json([json.dumps(each).encode() for each in samples]), codec.from_objects(samples)):
+    for raw in (codec.from_json([json.dumps(sample).encode() for sample in samples]), codec.from_objects(samples)):
         encoded = codec.encode(raw)
         assert encoded.bad == ()
         check_equal(encoded.block, expected)
-    for number, each in enumerate(samples):
-        few, bad = codec.encode_request([each])
+    for number, sample in enumerate(samples):
+        few, bad = codec.encode_request([sample])
         assert bad == ()
         check_equal(few, expected.take(torch.tensor([number])), labelled=False)
 

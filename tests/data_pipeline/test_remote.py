@@ -48,7 +48,7 @@ def test_a_folder_is_copied_to_the_store_and_back(server: S3Server, tmp_path: Pa
     assert remote.list(within="deep").keys() == {"deep/b.bin", "deep/empty"}
     remote.download(other, lambda name: name != "a.txt")
     remote.download(other)
-    assert {str(each.relative_to(other)): each.read_bytes() for each in other.rglob("*") if each.is_file()} == content
+    assert {str(path.relative_to(other)): path.read_bytes() for path in other.rglob("*") if path.is_file()} == content
     # Equal files are not copied again.
     kept = (other / "deep/b.bin").stat().st_ino
     remote.write("a.txt", b"changed")

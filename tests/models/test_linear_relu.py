@@ -14,10 +14,10 @@ def drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def with_gradients(function, tensors, dtype, grad) -> list[torch.Tensor]:
-    leaves = [each.to(dtype, copy=True).requires_grad_() for each in tensors]
+    leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in tensors]
     y = function(*leaves)
     y.backward(grad.to(y.dtype))
-    return [y.detach(), *(each.grad for each in leaves)]
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def check_close(found, expected, tolerance: float) -> None:
@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_float64(samples, dtype):
     # Both use the same side of the ReLU, since near zero they could differ.
     side = (found[0] > 0).double()
     expected = with_gradients(lambda *leaves: F.linear(*leaves) * side, tensors, torch.float64, grad)
-    assert {each.dtype for each in found} == {dtype}
+    assert {tensor.dtype for tensor in found} == {dtype}
     check_close(found, expected, {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype])
     assert samples == 0 or 0 < side.mean() < 1
 
@@ -61,7 +61,7 @@ def test_layers_in_one_call_have_the_values_and_gradients_of_float64(autocast):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = with_gradients(linear_relu, tensors, torch.float32, grad)
     assert found[0].dtype == (torch.bfloat16 if autocast else torch.float32)
-    assert {each.dtype for each in found[1:]} == {torch.float32}
+    assert {tensor.dtype for tensor in found[1:]} == {torch.float32}
     check_close(found, with_gradients(layers, tensors, torch.float64, grad), 5e-2 if autocast else 1e-5)
 
 
@@ -79,7 +79,7 @@ def test_under_autocast_products_are_bfloat16_and_logits_float32():
 @pytest.mark.parametrize("width", [13, 16])
 def test_on_cuda_the_products_with_epilogues_are_those_of_float64(width):
     """NaN stays NaN, so that the loss shows it."""
-    *tensors, grad = (each.cuda() for each in drawn((3000, width), (40, width), (40,), (7, 40), (7,), (3000, 7)))
+    *tensors, grad = (tensor.cuda() for tensor in drawn((3000, width), (40, width), (40,), (7, 40), (7,), (3000, 7)))
 
     def layers(x, first, bias, second, shift):
         return F.relu(F.linear(F.relu(F.linear(x, first, bias)), second, shift))
@@ -87,4 +87,4 @@ def test_on_cuda_the_products_with_epilogues_are_those_of_float64(width):
     found = with_gradients(linear_relu, tensors, torch.float32, grad)
     check_close(found, with_gradients(layers, tensors, torch.float64, grad), 1e-3)  # TF32, if it is allowed
     tensors[0][0] = torch.nan
-    assert linear_relu(*(each.float() for each in tensors))[0].isnan().all()
+    assert linear_relu(*(tensor.float() for tensor in tensors))[0].isnan().all()

@@ -90,24 +90,24 @@ def test_sharded_equals_unsharded_also_in_a_pipeline(name: str) -> None:
     batch, empty = samples(0), samples(0, size=0)
     front = sharded.module.network.front
     assert list(front.embeddings(batch.sparse).keys()) != list(ROWS), "the plan does not permute the columns"
-    dense = {key: each for key, each in sharded.module.named_parameters() if "front.embeddings" not in key}
+    dense = {key: parameter for key, parameter in sharded.module.named_parameters() if "front.embeddings" not in key}
     logits = sharded.module.network(empty.dense, empty.sparse)
     assert logits.shape == (0,)
     logits.sum().backward()
-    assert not any(each.grad.any() for each in dense.values())
+    assert not any(parameter.grad.any() for parameter in dense.values())
 
     (loss, logits), (sharded_loss, sharded_logits) = plain(batch), sharded(batch)
     torch.testing.assert_close(sharded_logits, logits, rtol=1e-6, atol=1e-6)
     loss.backward()
     sharded_loss.backward()
-    for key, each in dense.items():
-        torch.testing.assert_close(each.grad, plain.get_parameter(key).grad, rtol=1e-5, atol=1e-7)
+    for key, parameter in dense.items():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(key).grad, rtol=1e-5, atol=1e-7)
 
     batches = [batch, samples(1), samples(2, size=3)]
     optimizer = torch.optim.SGD([p for p in sharded.parameters() if p.requires_grad], lr=0.0)
     pipeline, stream = TrainPipelineSparseDist(sharded, optimizer, device=CPU), iter(batches)
-    for each in batches:
-        torch.testing.assert_close(pipeline.progress(stream), plain(each)[1], rtol=1e-6, atol=1e-6)
+    for taken in batches:
+        torch.testing.assert_close(pipeline.progress(stream), plain(taken)[1], rtol=1e-6, atol=1e-6)
     # A network that cannot be traced is silently not pipelined.
     assert pipeline._pipelined_modules == [front.embeddings]
     for group, kernels in l2_kernels(plain).items():

@@ -109,7 +109,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    for name in [each for each in sys.modules if each.startswith("my_")]:
+    for name in [name for name in sys.modules if name.startswith("my_")]:
         del sys.modules[name]
 
 
@@ -138,7 +138,7 @@ def test_files_that_a_module_uses_are_listed(module: Path) -> None:
 def test_of_an_installed_package_only_its_own_files_are_listed() -> None:
     found = own_code("model.name", f"{torchrec.models.dlrm.__name__}:DLRM")
     assert (Path(found.folder) / "torchrec").is_dir()
-    assert {Path(each).parts[0] for each in found.files} == {"torchrec"}
+    assert {Path(file).parts[0] for file in found.files} == {"torchrec"}
 
 
 @pytest.mark.parametrize(

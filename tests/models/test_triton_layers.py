@@ -64,13 +64,13 @@ def compare_features(shape: tuple[int, int, int, int], dtype: torch.dtype) -> No
     for used in ((0, 1, 2), (2,), (1,), (0, 2)):
         results = []
         for compute, precise in ((found, dtype), (expected, torch.float64)):
-            leaves = [each.to(precise, copy=True).requires_grad_() for each in (rows, dense)]
+            leaves = [tensor.to(precise, copy=True).requires_grad_() for tensor in (rows, dense)]
             values = compute(*leaves)
             torch.manual_seed(1)
             grads = [torch.randn(values[i].shape).to(dtype) for i in used]
-            torch.autograd.backward([values[i] for i in used], [each.to(precise) for each in grads])
-            of_leaves = [torch.zeros_like(each) if each.grad is None else each.grad for each in leaves]
-            results.append([*(each.detach() for each in values), *of_leaves])
+            torch.autograd.backward([values[i] for i in used], [grad.to(precise) for grad in grads])
+            of_leaves = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            results.append([*(value.detach() for value in values), *of_leaves])
         check_close(*results, TOLERANCE[dtype])
 
 
@@ -95,10 +95,10 @@ def compare_layers(dtype: torch.dtype, of_logits: bool) -> None:
 
         results = []
         for compute, precise in ((fused, dtype), (plain, torch.float64)):
-            leaves = [each.to(precise, copy=True).requires_grad_() for each in (*tensors, kernel)]
+            leaves = [tensor.to(precise, copy=True).requires_grad_() for tensor in (*tensors, kernel)]
             y = compute(*leaves)
             y.backward(grad.to(y.dtype))
-            results.append([y.detach(), *(each.grad for each in leaves[: 6 if of_logits else 5])])
+            results.append([y.detach(), *(leaf.grad for leaf in leaves[: 6 if of_logits else 5])])
         check_close(*results, 5 * TOLERANCE[dtype])
 
 
@@ -112,7 +112,10 @@ def compare_network(name: str) -> None:
         model, (dense, sparse) = small_model(name), random_batch(9, ids_per_bag=None)
         logits = model(dense, sparse)
         logits.square().sum().backward()
-        grads = (torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters())
+        grads = (
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in model.parameters()
+        )
         results.append([logits.detach(), *grads])
     check_close(*results, 1e-4)
 

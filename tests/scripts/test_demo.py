@@ -36,7 +36,7 @@ def test_runs_summary_table_and_plot(tmp_path: Path) -> None:
     printed = demo(tmp_path, SynthesizeConfig(rows=rows, test_rows=2000, vocabulary_scale=1e-5))
     assert not (tmp_path / "small_batch" / "earlier").exists()
     summary = json.loads((tmp_path / "summary.json").read_text())
-    runs = [tmp_path / each["name"].replace(" ", "_") for each in summary]
+    runs = [tmp_path / run["name"].replace(" ", "_") for run in summary]
     reports = [json.loads((run / "report.json").read_text()) for run in runs]
     for line, report in zip(summary, reports, strict=True):
         assert [line[key] for key in ("auc", "logloss", "steps", "seconds")] == [
@@ -44,9 +44,9 @@ def test_runs_summary_table_and_plot(tmp_path: Path) -> None:
         ]
     small, *large = summary
     assert (small["batch_size"], small["steps"]) == (64, 2 * 129)
-    assert {(each["batch_size"], each["steps"]) for each in large} == {(4096, 2 * 3)}
-    assert [each["default"] for each in summary] == [False, True, *[False] * (len(summary) - 2)]
-    assert [each["scaling"] for each in large][:2] == [OptimizerConfig().scaling, "none"]
+    assert {(run["batch_size"], run["steps"]) for run in large} == {(4096, 2 * 3)}
+    assert [run["default"] for run in summary] == [False, True, *[False] * (len(summary) - 2)]
+    assert [run["scaling"] for run in large][:2] == [OptimizerConfig().scaling, "none"]
     configs = [alike(load_config(run / "config.toml")) for run in runs]
     assert configs == [configs[0]] * len(configs)
     assert configs[0].optimizer.base_batch_size == small["batch_size"]

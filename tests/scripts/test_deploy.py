@@ -36,7 +36,7 @@ def test_alerts_and_dashboard_use_metrics_that_exist() -> None:
     exposed |= {f"cowrec_online_{name}" + "_total" * (not name.endswith("share")) for name in LABELLED}
     for family in text_string_to_metric_families(ServiceMetrics(dict, dict).text().decode()):
         endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}.get(family.type, ("",))
-        exposed |= {family.name + ending for ending in endings} | {each.name for each in family.samples}
+        exposed |= {family.name + ending for ending in endings} | {sample.name for sample in family.samples}
     text = "\n".join(expressions())
     used = set(re.findall(r"\b(?:cowrec|process)_\w+", text))
     assert len(used) > 25
@@ -53,7 +53,11 @@ def test_the_documents_say_what_each_alert_means() -> None:
 
 def test_alerts_compare_series_that_have_the_same_labels() -> None:
     """Otherwise Prometheus finds no pair, and no alert ever fires: only the counts of samples have a kind."""
-    pairs = [each.split(" and ") for each in expressions() if " and " in each and " and on(" not in each]
+    pairs = [
+        expression.split(" and ")
+        for expression in expressions()
+        if " and " in expression and " and on(" not in expression
+    ]
     assert len(pairs) >= 3
     for one, other in pairs:
         differ = ("{kind=" in one) != ("{kind=" in other)
@@ -62,7 +66,7 @@ def test_alerts_compare_series_that_have_the_same_labels() -> None:
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool, of Prometheus")
 def test_prometheus_accepts_alerts_and_dashboard(tmp_path: Path) -> None:
-    rules = [{"record": f"each:{number}", "expr": each} for number, each in enumerate(expressions())]
+    rules = [{"record": f"each:{number}", "expr": expression} for number, expression in enumerate(expressions())]
     (tmp_path / "all.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
     command = ["promtool", "check", "rules", str(DEPLOY / "alerts.yaml"), str(tmp_path / "all.yaml")]
     checked = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -124,13 +128,13 @@ def test_units_and_manifests_use_flags_that_exist() -> None:
     assert isinstance(group, typer.core.TyperGroup)
     commands = group.commands
     used = [unit.read_text().split("ExecStart=")[1].replace("\\\n", " ").split("\n")[0].split()[1:] for unit in UNITS]
-    for each in manifests():
-        for container in each.get("spec", {}).get("template", {}).get("spec", {}).get("containers", []):
+    for manifest in manifests():
+        for container in manifest.get("spec", {}).get("template", {}).get("spec", {}).get("containers", []):
             used.append(container["args"])
     assert len(used) == 4
     for name, *arguments in used:
         known = {flag for parameter in commands[name].params for flag in parameter.opts}
-        assert {each.partition("=")[0] for each in arguments if each.startswith("--")} <= known
+        assert {argument.partition("=")[0] for argument in arguments if argument.startswith("--")} <= known
 
 
 def manifests() -> list[dict]:
@@ -139,17 +143,17 @@ def manifests() -> list[dict]:
 
 def test_kubernetes_accepts_the_manifests() -> None:
     validate = pytest.importorskip("kubernetes_validate").validate
-    for each in manifests():
-        validate(each, "1.30", strict=True)
+    for manifest in manifests():
+        validate(manifest, "1.30", strict=True)
 
 
 def test_probes_name_ports_of_their_containers() -> None:
-    pods = [each["spec"]["template"]["spec"] for each in manifests() if "template" in each.get("spec", {})]
+    pods = [manifest["spec"]["template"]["spec"] for manifest in manifests() if "template" in manifest.get("spec", {})]
     assert len(pods) == 2
     for pod in pods:
         (container,) = pod["containers"]
-        ports, volumes = {each["name"] for each in container["ports"]}, {each["name"] for each in pod["volumes"]}
+        ports, volumes = {port["name"] for port in container["ports"]}, {volume["name"] for volume in pod["volumes"]}
         probes = [value for key, value in container.items() if key.endswith("Probe")]
         assert probes
-        assert {each["httpGet"]["port"] for each in probes} <= ports
-        assert {each["name"] for each in container["volumeMounts"]} == volumes
+        assert {probe["httpGet"]["port"] for probe in probes} <= ports
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes

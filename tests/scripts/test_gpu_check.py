@@ -51,20 +51,20 @@ def test_a_rehearsal_runs_the_parts_and_names_what_one_of_them_misses(tmp_path: 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     lines = lines_of(output)
-    assert all((each["device"], each["git_commit"]) == ("rehearsal", "c0ffee") for each in lines)
-    assert all(each["versions"]["torch"] for each in lines)
-    assert [each["equal"] for each in lines if "check" in each] == [True] * 5
-    (table,) = (each["kernels_of_a_step"] for each in lines if "kernels_of_a_step" in each)
+    assert all((line["device"], line["git_commit"]) == ("rehearsal", "c0ffee") for line in lines)
+    assert all(line["versions"]["torch"] for line in lines)
+    assert [line["equal"] for line in lines if "check" in line] == [True] * 5
+    (table,) = (line["kernels_of_a_step"] for line in lines if "kernels_of_a_step" in line)
     assert table[0]["us"] >= table[-1]["us"] > 0
-    (replay,) = (each["replay"] for each in lines if "replay" in each)
+    (replay,) = (line["replay"] for line in lines if "replay" in line)
     assert replay["turns"] >= replay["longest"] > 0
     # One of the two rows of a warp decays in step 32, and the other has missed the last four of 64 steps.
-    cases = {each["case"]: (each["turns"], each["decayed"]) for each in lines if "case" in each}
+    cases = {line["case"]: (line["turns"], line["decayed"]) for line in lines if "case" in line}
     assert cases["one row"] == (64, 0)
     assert cases["two rows"] == (32, 1)
     ended = gpu_report.outcomes(lines)
     assert [*ended] == ["replay", "smoke", "kernels", "resume", "fused"]
-    assert [each["outcome"] for each in ended.values()] == ["passed"] * 4 + ["not run"]
+    assert [check["outcome"] for check in ended.values()] == ["passed"] * 4 + ["not run"]
     assert ended["fused"]["why"].startswith("fbgemm-gpu, the CUDA build of FBGEMM, is missing")
     assert "smoke, graph: equal" in done.stdout
     assert "replay, two rows: not timed, 32 turns, 32 in the longest program" in done.stdout
@@ -109,13 +109,13 @@ def test_speeds_and_targets() -> None:
         {**CASE, "part": "clip_off", "batch_size": 1024, "clip": "off", "error": "no memory"},
     ]
     found = gpu_report.speeds(lines)
-    assert [each["minutes_of_10_epochs"] for each in found] == pytest.approx([0.49838, 0.47215, 16.7874], rel=1e-4)
-    assert [each["step_over_unclipped"] for each in found] == [pytest.approx(9.5 / 9), 1.0, None]
+    assert [row["minutes_of_10_epochs"] for row in found] == pytest.approx([0.49838, 0.47215, 16.7874], rel=1e-4)
+    assert [row["step_over_unclipped"] for row in found] == [pytest.approx(9.5 / 9), 1.0, None]
     targets = gpu_report.targets(found)
-    assert [each["batch_size"] for each in targets] == [131072, 1024, 131072, 131072]
-    assert [each["met"] for each in targets] == [True, False, False, False]
+    assert [target["batch_size"] for target in targets] == [131072, 1024, 131072, 131072]
+    assert [target["met"] for target in targets] == [True, False, False, False]
     assert targets[3]["measured"] == pytest.approx(4 / 9.5)
-    assert not any(each["met"] or each["measured"] for each in gpu_report.targets([]))
+    assert not any(target["met"] or target["measured"] for target in gpu_report.targets([]))
     assert "clip_off, batch 1024, clip off: no memory" in gpu_report.summary(lines)
 
 

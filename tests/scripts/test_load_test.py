@@ -36,8 +36,8 @@ def outcome(answers: Callable[[int], bytes | None], *, rate: float, connections:
                 return
             held.append((writer, answer or ANSWER))
             if answer:
-                for each, bytes_ in held:
-                    each.write(bytes_)
+                for transport, bytes_ in held:
+                    transport.write(bytes_)
                 held.clear()
 
     async def run() -> Any:

@@ -97,7 +97,7 @@ def test_a_stopped_script_continues(tmp_path: Path) -> None:
     table = (output / "table.md").read_text()
     assert said.endswith(table)
     cells = [cell.split(" / ") for cell in rows(table)["1K"]]
-    assert [cells[0][0], cells[3][0]] == [f"{each['auc']:.4f}" for each in (done[0], line)]
+    assert [cells[0][0], cells[3][0]] == [f"{measured['auc']:.4f}" for measured in (done[0], line)]
     assert [theirs for _, theirs in cells] == ["0.8086", "0.4430", "768", "0.8076", "0.4438", "-"]
     assert "**Not comparable:**" in table
     image = plt.imread(output / "plot.png")

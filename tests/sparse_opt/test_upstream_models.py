@@ -69,7 +69,7 @@ def model_on(device: torch.device, name: str) -> nn.Module:
 def sharded_model(name: str) -> DistributedModelParallel:
     """The model as TorchRec's planner shards it, with fused SGD."""
     model = model_on(torch.device("meta"), name)
-    tables = [each for key, each in model.named_parameters() if ".embedding" in key]
+    tables = [parameter for key, parameter in model.named_parameters() if ".embedding" in key]
     apply_optimizer_in_backward(torch.optim.SGD, tables, {"lr": TABLE_LR})
     constraints = {table: ParameterConstraints(compute_kernels=["fused"]) for table in ROWS}
     world = dist.get_world_size()
@@ -87,7 +87,7 @@ def copy_weights(source: nn.Module, target: DistributedModelParallel) -> None:
 
 def train(model: DistributedModelParallel, batches: Sequence[Any]) -> dict[str, Tensor]:
     """Weights on the first rank after TorchRec's pipeline has trained the batches of this rank."""
-    network = [each for _, each in in_backward_optimizer_filter(model.named_parameters())]
+    network = [parameter for _, parameter in in_backward_optimizer_filter(model.named_parameters())]
     dense = torch.optim.SGD(network, lr=DENSE_LR)
     pipeline, stream = TrainPipelineSparseDist(model, dense, CPU), iter(batches)
     for _ in batches:
@@ -97,7 +97,7 @@ def train(model: DistributedModelParallel, batches: Sequence[Any]) -> dict[str, 
 
 def occurrences(table: str, batches: Sequence[Any]) -> Tensor:
     features = (FEATURES | {"w0": ["w"]})[table]
-    given = [kjt for each in batches for kjt in (each.idlist_features, each.idscore_features)]
+    given = [kjt for batch in batches for kjt in (batch.idlist_features, batch.idscore_features)]
     ids = [kjt[name].values() for kjt in given for name in features if name in dict.fromkeys(kjt.keys())]
     return torch.cat(ids).bincount(minlength=ROWS[table])
 
@@ -107,7 +107,7 @@ def train_by_autograd(name: str, batches: Sequence[Sequence[Any]]) -> dict[str, 
     model = model_on(CPU, name)
     for of_ranks in batches:
         model.zero_grad()
-        torch.stack([model(each)[0] for each in of_ranks]).mean().backward()
+        torch.stack([model(batch)[0] for batch in of_ranks]).mean().backward()
         for key, weight in model.named_parameters():
             if ".embedding" in key:
                 counts = occurrences(key.split(".")[-2], of_ranks)
@@ -120,12 +120,12 @@ def train_by_autograd(name: str, batches: Sequence[Sequence[Any]]) -> dict[str, 
 def assert_clips_like_autograd(name: str) -> None:
     """Tolerance: sums in another order, of steps that move rows by up to a hundredth."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    batches = [[batch_of(world * step + each) for each in range(world)] for step in range(STEPS)]
+    batches = [[batch_of(world * step + rank) for rank in range(world)] for step in range(STEPS)]
     model = sharded_model(name)
     copy_weights(model_on(CPU, name), model)
     handle = attach_cowclip(model, BINDS)
     trained = train(model, [of_ranks[rank] for of_ranks in batches])
-    assert all(each.clipped_share > 0.2 for each in handle.stats().values())
+    assert all(of_table.clipped_share > 0.2 for of_table in handle.stats().values())
     if rank == 0:
         torch.testing.assert_close(trained, train_by_autograd(name, batches), rtol=2e-5, atol=1e-7)
 

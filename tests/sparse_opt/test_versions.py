@@ -18,7 +18,7 @@ CHECK = "import runpy, sys; runpy.run_path(sys.argv[1])['require_matched_set']()
 
 def write_metadata(folder: Path, versions: str) -> None:
     """Makes these distributions, "name version" each, the installed ones of a Python with the folder on its path."""
-    for name, version in (each.split() for each in versions.split(", ")):
+    for name, version in (part.split() for part in versions.split(", ")):
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", "utf-8")
@@ -71,7 +71,7 @@ REFUSED: dict[str, list[str]] = {
 @pytest.mark.parametrize(("versions", "fragments"), REFUSED.items())
 def test_other_sets_are_refused_with_what_to_install(tmp_path: Path, versions: str, fragments: list[str]) -> None:
     message = check_with(tmp_path, versions)
-    assert not [each for each in fragments if each not in message], message
+    assert not [fragment for fragment in fragments if fragment not in message], message
 
 
 def text(path: str) -> str:
@@ -82,18 +82,20 @@ def series(version: str) -> str:
     return version.rpartition(".")[0]
 
 
-PYTHONS = sorted({python for each in MATCHED_SETS for python in each.pythons.split()})
+PYTHONS = sorted({python for matched in MATCHED_SETS for python in matched.pythons.split()})
 
 
 def test_each_matched_set_has_its_constraints_and_its_part_of_the_matrix() -> None:
     pins = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "scripts").glob("constraints_torch_*")}
-    assert sorted(pins) == sorted(f"constraints_torch_{series(each.torch)}.txt" for each in MATCHED_SETS)
-    for each in MATCHED_SETS:
-        packages = {"fbgemm-gpu-cpu": each.fbgemm, "fbgemm-gpu": each.fbgemm, "torch": each.torch}
-        expected = {f"{name}=={version}" for name, version in (packages | {"torchrec": each.torchrec}).items()}
-        assert expected <= set(pins[f"constraints_torch_{series(each.torch)}.txt"].split("\n"))
+    assert sorted(pins) == sorted(f"constraints_torch_{series(matched.torch)}.txt" for matched in MATCHED_SETS)
+    for matched in MATCHED_SETS:
+        packages = {"fbgemm-gpu-cpu": matched.fbgemm, "fbgemm-gpu": matched.fbgemm, "torch": matched.torch}
+        expected = {f"{name}=={version}" for name, version in (packages | {"torchrec": matched.torchrec}).items()}
+        assert expected <= set(pins[f"constraints_torch_{series(matched.torch)}.txt"].split("\n"))
     usage = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    matrix = [f"{python}-torch-{series(each.torch)}" for each in MATCHED_SETS for python in each.pythons.split()]
+    matrix = [
+        f"{python}-torch-{series(matched.torch)}" for matched in MATCHED_SETS for python in matched.pythons.split()
+    ]
     assert re.findall(r"make test-python-(\S+)", usage) == matrix
     workflow = re.findall(r'{python: "([\d.]+)", torch: "([\d.]+)"}', text(".github/workflows/test.yml"))
     assert [f"{python}-torch-{torch}" for python, torch in workflow] == matrix
@@ -108,15 +110,15 @@ def test_files_name_the_matched_sets_and_pythons() -> None:
     assert f"fbgemm-gpu-cpu=={newest.fbgemm}" in first[0]
     assert f"    pip install --no-deps torchrec=={newest.torchrec}" in first[:3]
     words = " ".join(readme.split())
-    for each in others:
-        assert f"torch {each.torch} with fbgemm {each.fbgemm} and torchrec {each.torchrec}" in words
+    for other in others:
+        assert f"torch {other.torch} with fbgemm {other.fbgemm} and torchrec {other.torchrec}" in words
     assert f"Python {', '.join(PYTHONS[:-1])} or {PYTHONS[-1]}" in words
 
     classifiers = [f"Programming Language :: Python :: {python}" for python in PYTHONS]
-    assert [each for each in project["classifiers"] if "Language" in each] == classifiers
+    assert [classifier for classifier in project["classifiers"] if "Language" in classifier] == classifiers
     assert project["requires-python"] == f">={PYTHONS[0]}"
     assert f"torch>={series(MATCHED_SETS[-1].torch)}" in project["dependencies"]
-    assert set(IMPORTED_BY_TORCHREC.split()) <= {re.split("[>=]", each)[0] for each in PACKAGES}
+    assert set(IMPORTED_BY_TORCHREC.split()) <= {re.split("[>=]", package)[0] for package in PACKAGES}
     image = text("Dockerfile")
     assert f"ARG TORCH={series(newest.torch)}\n" in image
     assert re.findall(r"FROM python:([\d.]+)", image)[0] in newest.pythons.split()

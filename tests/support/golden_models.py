@@ -65,7 +65,7 @@ def dense_views(model: nn.Module) -> dict[str, Tensor]:
         "prediction_layer__global_bias": model.linear.bias,
         "dense__kernel": model.output.kernel,
     }
-    for i, layer in enumerate(each for each in model.mlp.layers if isinstance(each, nn.Linear)):
+    for i, layer in enumerate(found for found in model.mlp.layers if isinstance(found, nn.Linear)):
         views[f"dnn__kernel{i}"], views[f"dnn__bias{i}"] = layer.weight.T, layer.bias
     cross = getattr(model, "cross", None)
     if hasattr(cross, "gate"):

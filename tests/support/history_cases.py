@@ -67,9 +67,9 @@ def with_categories(table: pa.Table) -> pa.Table:
     """Samples with the categories of items and histories, and with the times and lengths of the ids in these."""
     histories = table["history"].to_pylist()
     columns = {
-        "category": [category(each) for each in table["item"].to_pylist()],
-        "categories": [[category(each) for each in history] for history in histories],
-        "lengths": [[len(each) for each in history] for history in histories],
+        "category": [category(value) for value in table["item"].to_pylist()],
+        "categories": [[category(item) for item in history] for history in histories],
+        "lengths": [[len(item) for item in history] for history in histories],
         "times": [
             [when - 7**back for back in range(len(history), 0, -1)]
             for when, history in zip(table["time"].to_pylist(), histories, strict=True)

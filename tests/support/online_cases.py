@@ -115,7 +115,7 @@ def online_case(case: dict[str, Any]) -> str:
 
 
 def _join_stream(later: Path, source: Path) -> None:
-    for file in sorted(later.iterdir(), key=lambda each: (each.name == "_END", each.name)):
+    for file in sorted(later.iterdir(), key=lambda path: (path.name == "_END", path.name)):
         file.rename(source / file.name)
 
 

@@ -47,7 +47,7 @@ def up_to_date(run_dir: Path) -> dict[str, torch.Tensor]:
     found = state_of(run_dir)
     with process_group("cpu") as process:
         state, _ = trained_state(run_dir, run_of(run_dir), process)
-        if not state.adam or not any(each.replays for each in state.adam.lookups):
+        if not state.adam or not any(lookup.replays for lookup in state.adam.lookups):
             return found
         state.adam.flush()
         weights = state.model.state_dict()
@@ -98,4 +98,6 @@ def _flat(measures: Any, path: str = "") -> dict[str, float]:
         measures = dict(enumerate(measures))
     if not isinstance(measures, dict):
         return {path: measures}
-    return {key: number for name, each in measures.items() for key, number in _flat(each, f"{path}/{name}").items()}
+    return {
+        key: number for name, measure in measures.items() for key, number in _flat(measure, f"{path}/{name}").items()
+    }

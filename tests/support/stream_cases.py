@@ -87,7 +87,9 @@ class RandomSource:
         start = self._positions[name]
         end = min(len(self.partitions[name]), start + self._chance.randint(1, 7))
         self._positions[name] = end
-        remaining = [each for each in remaining if self._positions[each] < len(self.partitions[each])]
+        remaining = [
+            partition for partition in remaining if self._positions[partition] < len(self.partitions[partition])
+        ]
         return replace(self.read(name, start, end), behind=remaining if self._has_backlog else ())
 
     def read(self, partition, start, end):
@@ -111,15 +113,15 @@ def numbered(*ends):
 
 
 def lines(samples):
-    return [json.dumps(each).encode() for each in samples]
+    return [json.dumps(fields).encode() for fields in samples]
 
 
 def arrivals(samples, lateness, window):
     """Filters samples one by one: returns (time, number) of good ones by arrival, and counts."""
     recent, good, newest = OrderedDict(), [], None
     counts = {"duplicates": 0, "late": 0}
-    for each in samples:
-        known = each["sample_id"]
+    for found in samples:
+        known = found["sample_id"]
         if window and known:
             if known in recent:
                 counts["duplicates"] += 1
@@ -127,11 +129,11 @@ def arrivals(samples, lateness, window):
             recent[known] = True
             if len(recent) > window:
                 recent.popitem(last=False)
-        late = newest is not None and each["time"] < newest - lateness
+        late = newest is not None and found["time"] < newest - lateness
         counts["late"] += late
-        newest = each["time"] if newest is None else max(newest, each["time"])
+        newest = found["time"] if newest is None else max(newest, found["time"])
         if not late:
-            good.append((each["time"], each["number"]))
+            good.append((found["time"], found["number"]))
     return good, counts
 
 
@@ -145,7 +147,7 @@ def polled(source, count):
 
 
 def contents(chunks):
-    return [int(each["number"]) for chunk in chunks for each in samples_of(chunk)]
+    return [int(fields["number"]) for chunk in chunks for fields in samples_of(chunk)]
 
 
 def samples_of(chunk):

@@ -17,5 +17,5 @@ def streams_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets pipelines that take the device to be CUDA run in sequence."""
     monkeypatch.setattr(torch, "get_device_module", lambda _=None: torch.cpu)
     monkeypatch.setattr(torch.cpu, "_current_stream", StreamOnCpu())
-    for each in (KeyedJaggedTensor, Tensor):
-        monkeypatch.setattr(each, "record_stream", lambda *_: None)
+    for kind in (KeyedJaggedTensor, Tensor):
+        monkeypatch.setattr(kind, "record_stream", lambda *_: None)

@@ -8,4 +8,4 @@ import pytest
 
 def tiered(cases: Iterable[Any], first: Container[Any]) -> list[Any]:
     """The cases as parameters; those that are not among the first ones belong to the third tier."""
-    return [each if each in first else pytest.param(each, marks=pytest.mark.thorough) for each in cases]
+    return [case if case in first else pytest.param(case, marks=pytest.mark.thorough) for case in cases]

@@ -130,7 +130,7 @@ def tensors(state: Any, path: str = "") -> dict[str, torch.Tensor]:
     """Tensors in nested dictionaries, by path."""
     if isinstance(state, torch.Tensor):
         return {path: state}
-    return {key: value for name, each in state.items() for key, value in tensors(each, f"{path}/{name}").items()}
+    return {key: value for name, entry in state.items() for key, value in tensors(entry, f"{path}/{name}").items()}
 
 
 def newest_progress(run_dir: Path) -> dict[str, Any]:

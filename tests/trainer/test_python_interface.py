@@ -29,7 +29,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def state() -> tuple:
     """What a call must leave as it was."""
-    handlers = [signal.getsignal(each) for each in SIGNALS]
+    handlers = [signal.getsignal(number) for number in SIGNALS]
     return dict(os.environ), handlers, list(warnings.filters), dist.is_initialized(), threading.active_count()
 
 
@@ -72,7 +72,7 @@ def _two_runs(_: int, folder: str, config_path: str) -> None:
 def test_the_packages_are_those_of_the_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    assert list(command.PACKAGES) == [re.split("[<>=]", each)[0] for each in extras["trainer"]]
+    assert list(command.PACKAGES) == [re.split("[<>=]", package)[0] for package in extras["trainer"]]
     for extra in extras.keys() - {"trainer", "test", "docs", "dev"}:
         assert extras[extra][0] == "cowrec[trainer]"
         if extra in ("mlflow", "wandb"):  # too large for every test environment

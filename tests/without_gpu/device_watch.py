@@ -44,14 +44,14 @@ class ReadWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.add(f"{func.overloadpacket.__name__} in {site()}", (args, kwargs))
         result = func(*args, **(kwargs or {}))
-        given = {_storage(each)._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        self._made |= {_storage(each)._cdata for each in tree_leaves(result) if isinstance(each, Tensor)} - given
+        given = {_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        self._made |= {_storage(leaf)._cdata for leaf in tree_leaves(result) if isinstance(leaf, Tensor)} - given
         return result
 
     def add(self, place: str, arguments: Any) -> None:
         """Records that an operator or kernel reads its arguments."""
-        for each in tree_leaves(arguments):
-            if isinstance(each, Tensor) and each.is_cuda and (storage := _storage(each))._cdata not in self._made:
+        for leaf in tree_leaves(arguments):
+            if isinstance(leaf, Tensor) and leaf.is_cuda and (storage := _storage(leaf))._cdata not in self._made:
                 self.read.append((place, StorageWeakRef(storage)))
 
 
@@ -69,11 +69,11 @@ class DeviceWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         arguments = tree_leaves((args, kwargs))
-        tensors = [each for each in (*arguments, *tree_leaves(result)) if isinstance(each, Tensor)]
+        tensors = [tensor for tensor in (*arguments, *tree_leaves(result)) if isinstance(tensor, Tensor)]
         name = func.overloadpacket.__name__
-        met = [each for each in tensors if each.dim() or each.is_cuda or name not in _TAKES_CPU_SCALARS]
-        devices = tuple(sorted({each.device.type for each in met}))
-        shapes = tuple(tuple(each.shape) for each in tensors)
+        met = [tensor for tensor in tensors if tensor.dim() or tensor.is_cuda or name not in _TAKES_CPU_SCALARS]
+        devices = tuple(sorted({tensor.device.type for tensor in met}))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         launches = "cuda" in devices and name not in _NO_KERNEL and not _is_view(func)
         self.calls.append(Call(name, site(), devices, numbers(arguments), shapes, launches))
         return result
@@ -82,7 +82,7 @@ class DeviceWatch(TorchDispatchMode):
 def numbers(arguments: Any) -> tuple[float, ...]:
     """The numbers among arguments, nested ones too; flags are not numbers."""
     leaves = tree_leaves(arguments)
-    return tuple(each for each in leaves if isinstance(each, int | float) and not isinstance(each, bool))
+    return tuple(leaf for leaf in leaves if isinstance(leaf, int | float) and not isinstance(leaf, bool))
 
 
 def site(outside: str = "") -> str:
@@ -98,5 +98,5 @@ def site(outside: str = "") -> str:
 
 def _is_view(func: Any) -> bool:
     """True if an operator's results share its arguments' memory without writing to it."""
-    aliases = [each.alias_info for each in func._schema.returns]
+    aliases = [result.alias_info for result in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)

@@ -82,7 +82,7 @@ class _FakeOnCuda(TorchDispatchMode):
         self._fake = _FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(_is_on_cuda(each) for each in tree_leaves((args, kwargs))):
+        if any(_is_on_cuda(leaf) for leaf in tree_leaves((args, kwargs))):
             with self._fake:
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

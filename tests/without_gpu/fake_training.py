@@ -120,8 +120,10 @@ def _report(run: "_Run", waits: list[str]) -> Report:
     host, graph = run.record()
     waits.clear()
     next_host, next_graph = run.record()
-    compiled = {id(each.kernel) for each in (*host.kernels, *graph.kernels)}
-    recompiled = {each.name for each in (*next_host.kernels, *next_graph.kernels) if id(each.kernel) not in compiled}
+    compiled = {id(kernel.kernel) for kernel in (*host.kernels, *graph.kernels)}
+    recompiled = {
+        kernel.name for kernel in (*next_host.kernels, *next_graph.kernels) if id(kernel.kernel) not in compiled
+    }
     return Report(
         launches=host.launches(),
         captured=graph.launches(),
@@ -141,12 +143,12 @@ class _Record(NamedTuple):
 
     def crossings(self) -> set[str]:
         """Places of operators with tensors of several devices, and of kernels with tensors on the host."""
-        operators = {each.place for each in self.calls if len(each.devices) > 1}
-        return operators | {f"{each.name} in Triton" for each in self.kernels if "cpu" in devices(each.arguments)}
+        operators = {call.place for call in self.calls if len(call.devices) > 1}
+        return operators | {f"{kernel.name} in Triton" for kernel in self.kernels if "cpu" in devices(kernel.arguments)}
 
     def launches(self) -> dict[str, int]:
-        places = [each.place for each in self.calls if each.launches]
-        return dict(Counter([*places, *(f"{each.name} in Triton" for each in self.kernels)]))
+        places = [call.place for call in self.calls if call.launches]
+        return dict(Counter([*places, *(f"{kernel.name} in Triton" for kernel in self.kernels)]))
 
     def changing(self, other: "_Record") -> list[str]:
         """Places of operators whose numbers or shapes are others there."""
@@ -224,8 +226,8 @@ class _Run:
             with GraphedSteps(self._state.adam).capturing():  # the host counts elsewhere
                 with ReadWatch() as self._reads:
                     output = step()
-                for each in kernels[first_kernel:]:
-                    self._reads.add(f"{each.name} in Triton", each.arguments)
+                for kernel in kernels[first_kernel:]:
+                    self._reads.add(f"{kernel.name} in Triton", kernel.arguments)
             self._graph = _Record(calls[first_call:], kernels[first_kernel:])
             del calls[first_call:], kernels[first_kernel:]
             return output
@@ -246,14 +248,14 @@ class _Run:
 
 def devices(arguments: Any) -> set[str]:
     """Kinds of devices of the tensors among arguments."""
-    return {each.device.type for each in tree_leaves(arguments) if isinstance(each, Tensor)}
+    return {leaf.device.type for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
 
 
 def _local_tensors(state: Any) -> Any:
     """Nested dictionaries with this process's shards in the place of sharded tensors."""
     if isinstance(state, dict):
-        return {key: _local_tensors(each) for key, each in state.items()}
-    return [each.tensor for each in state.local_shards()] if isinstance(state, ShardedTensor) else state
+        return {key: _local_tensors(value) for key, value in state.items()}
+    return [shard.tensor for shard in state.local_shards()] if isinstance(state, ShardedTensor) else state
 
 
 def _schema(config: dict[str, dict[str, Any]]) -> Schema:
@@ -329,7 +331,7 @@ def _model_on_cuda(*arguments: Any, **settings: Any) -> nn.Module:
 def _stay(module: nn.Module, device: torch.device) -> nn.Module:
     """Stands for moving a module, whose parameters are on the device already."""
     assert device.type == "cuda"
-    assert not any(each.is_cpu for each in (*module.parameters(), *module.buffers()))
+    assert not any(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers()))
     return module
 
 

@@ -97,7 +97,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     collected = [item.callspec.params.values() for item in here if isinstance(item, pytest.Function)]
 
     def take(folder: Path) -> None:
-        cases = {name: of for name, of in (CASES | OF_RANKS).items() if any(name in each for each in collected)}
+        cases = {name: of for name, of in (CASES | OF_RANKS).items() if any(name in message for message in collected)}
         (folder / "reports.pickle").write_bytes(pickle.dumps(reports(cases)))
 
     folder = made_once(tmp_path_factory, "fake_steps", take)

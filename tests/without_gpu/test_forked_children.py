@@ -36,7 +36,7 @@ from cowrec.trainer.runtime.subprocess_call import Subprocess
 
 for name in sys.argv[1:]:
     module = __import__(name, fromlist=["*"])
-    function = next(each for each in vars(module).values() if getattr(each, "__module__", "") == name)
+    function = next(found for found in vars(module).values() if getattr(found, "__module__", "") == name)
     with contextlib.suppress(InterruptedError, AssertionError), Subprocess() as process:
         process.call(function)  # what has not started cannot be joined
 print(json.dumps([methods, asked]))
@@ -72,5 +72,5 @@ def test_tests_marked_gpu_reach_cuda() -> None:
     done = subprocess.run([*command, *files], env=environment, cwd=ROOT, check=False, capture_output=True, text=True)
     ends = [line for line in done.stdout.splitlines() if line.startswith("ended: ")]
     assert len(ends) >= len(files), done.stdout + done.stderr
-    assert not [each for each in ends if not each.endswith(": at CUDA")]
+    assert not [end for end in ends if not end.endswith(": at CUDA")]
     assert " passed" not in done.stdout.splitlines()[-1], "a test ended without CUDA"

@@ -75,7 +75,7 @@ def kernels(architecture: int, variant: str) -> list[Launch]:
     """One launch of each kernel that a variant compiles."""
     with recorded_launches(architecture) as launches:
         launch(VARIANTS[variant])
-    return list({id(each.kernel): each for each in launches}.values())
+    return list({id(found.kernel): found for found in launches}.values())
 
 
 def launch(variant: Variant) -> None:
@@ -131,28 +131,28 @@ def thoroughly(*case: object) -> object:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "variant"), [*((90, variant) for variant in FIRST), *(thoroughly(*each) for each in THOROUGH)]
+    ("architecture", "variant"), [*((90, variant) for variant in FIRST), *(thoroughly(*case) for case in THOROUGH)]
 )
 def test_float32_is_rounded_as_on_the_cpu(architecture: int, variant: str) -> None:
     """No product is fused with a sum, roots and divisions are rounded correctly, and nothing is flushed to zero."""
-    for each in kernels(architecture, variant):
-        wrong = re.findall(r"fma\S*f32|\S*approx\S*f32|div\.full\S*|\b(?!abs)\w+\.ftz\S*", each.ptx)
-        assert not wrong, f"{each}: {wrong}"
+    for kernel in kernels(architecture, variant):
+        wrong = re.findall(r"fma\S*f32|\S*approx\S*f32|div\.full\S*|\b(?!abs)\w+\.ftz\S*", kernel.ptx)
+        assert not wrong, f"{kernel}: {wrong}"
         # ptxas may fuse operations that do not state their rounding, unless told otherwise.
-        unstated = re.findall(r"\b(?:mul|add|sub)\.f32", each.ptx)
-        assert not (unstated and each.kernel.metadata.enable_fp_fusion), f"{each}: {unstated}"
+        unstated = re.findall(r"\b(?:mul|add|sub)\.f32", kernel.ptx)
+        assert not (unstated and kernel.kernel.metadata.enable_fp_fusion), f"{kernel}: {unstated}"
 
 
 def test_no_kernel_is_left_out() -> None:
     folders = [Path(module.__file__).parent for module in (triton_rows, triton_layers)]
     sources = [file.read_text(encoding="utf-8") for folder in folders for file in folder.glob("triton_*.py")]
     launched = {name for source in sources for name in re.findall(r"(\w+)\[[^][]+\]\(", source)}
-    assert {each.name for each in kernels(90, "odd batch")} == launched
+    assert {kernel.name for kernel in kernels(90, "odd batch")} == launched
 
 
 def test_counts_that_programs_share_are_added_atomically() -> None:
     for name, sums in (("_count", 2), ("_locate", 1)):
-        (kernel,) = (each for each in kernels(90, "odd batch") if each.name == name)
+        (kernel,) = (found for found in kernels(90, "odd batch") if found.name == name)
         assert len(re.findall(r"(?:atom|red)\S*\.add\.\S*64", kernel.ptx)) >= sums
 
 
@@ -160,7 +160,9 @@ def test_no_warp_stores_a_last_step_before_all_have_read_it() -> None:
     """Several warps of a program read a wide row's last step: there is a barrier between the load and the store."""
     source = Path(triton_rows.__file__).read_text(encoding="utf-8").splitlines()
     load, store = (number for number, line in enumerate(source, 1) if "(steps.last_step +" in line)
-    (update,) = (each for each in kernels(90, "width 600") if each.name == "_update" and each.constants["REPLAYS"])
+    (update,) = (
+        kernel for kernel in kernels(90, "width 600") if kernel.name == "_update" and kernel.constants["REPLAYS"]
+    )
     assert update.constants["num_warps"] > 1
     events, line = [], 0
     for text in update.ptx.splitlines():
@@ -176,7 +178,7 @@ def test_no_warp_stores_a_replayed_step_before_all_have_read_it() -> None:
     """Nor after a loop that has met no barrier: it is in the basic block of the store, ahead of it."""
     source = Path(triton_replay.__file__).read_text(encoding="utf-8").splitlines()
     (store,) = (number for number, line in enumerate(source, 1) if "tl.store(steps.last_step +" in line)
-    replays = [each for each in kernels(90, "width 600") if each.name == "_replay"]
+    replays = [kernel for kernel in kernels(90, "width 600") if kernel.name == "_replay"]
     assert replays
     for replay in replays:
         assert replay.constants["num_warps"] > 1
@@ -187,4 +189,4 @@ def test_no_warp_stores_a_replayed_step_before_all_have_read_it() -> None:
             block = "" if text.startswith("$L__BB") else block + text
             stores += [block] if "st.global" in text and line == store else []
         assert stores
-        assert all("bar.sync" in each for each in stores)
+        assert all("bar.sync" in line for line in stores)

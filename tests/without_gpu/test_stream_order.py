@@ -88,7 +88,7 @@ class Copied:
 def test_batches_are_used_after_their_copy_and_kept_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
     made, taken = [Copied(streams) for _ in range(5)], []
-    batches: Any = (each for each in made)
+    batches: Any = (stream for stream in made)
     for batch in _copied_to_gpu(batches, torch.device("cuda")):
         assert streams.current.follows(batch.copied)
         assert batch.used_on is streams.current

@@ -29,9 +29,9 @@ def transformed(field, values):
 def counted(parts, most=MOST_VALUES):
     total = ValueCounts(most)
     for part in parts:
-        each = ValueCounts(most)
-        each.add(np.array(part, float))
-        total.merge(pickle.loads(pickle.dumps(each)))
+        of_part = ValueCounts(most)
+        of_part.add(np.array(part, float))
+        total.merge(pickle.loads(pickle.dumps(of_part)))
     return total
 
 
@@ -71,9 +71,9 @@ def test_the_quantile_transform_gives_normal_scores(values):
     statistics = NumberStatistics()
     statistics.add(column)
     field, *others = fitted(RawField("x", "numeric"), "quantile", {"x": statistics})
-    assert [each.name for each in others] == ["x_missing"] * (0 < len(present) < len(column))
-    for each in others:
-        np.testing.assert_array_equal(transformed(each, column), np.isnan(column))
+    assert [other.name for other in others] == ["x_missing"] * (0 < len(present) < len(column))
+    for other in others:
+        np.testing.assert_array_equal(transformed(other, column), np.isnan(column))
     expected = norm.ppf((rankdata(present) - 0.5) / max(len(present), 1))
     found = transformed(field, column)
     np.testing.assert_allclose(found[~np.isnan(column)], expected, atol=1e-6)
@@ -96,8 +96,8 @@ def test_each_field_has_its_own_transform(tmp_path):
     prices = np.exp(2 * np.random.default_rng(0).standard_normal(1600))
     lines = [f"{n % 2},{price},{n},3,s" for n, price in enumerate(prices)]
     schema = prepare_text(tmp_path, SCHEMA, "\n".join(["label,price,height,views,shop", *lines]))
-    assert [each.transform for each in schema.dense] == ["quantile", "log", "minmax"]
-    assert [each.name for each in schema.sparse] == ["views_bucket", "shop"]
+    assert [field.transform for field in schema.dense] == ["quantile", "log", "minmax"]
+    assert [field.name for field in schema.sparse] == ["views_bucket", "shop"]
     assert Schema.load(tmp_path / "out") == schema
     stored = np.array(read_split(tmp_path / "out", "train")["price"])
     np.testing.assert_allclose(stored, norm.ppf((rankdata(prices) - 0.5) / 1600), atol=0.06)
@@ -114,7 +114,7 @@ def test_a_field_tells_where_numbers_are_often_missing(tmp_path):
     schema = prepare_text(
         tmp_path, f'fields = [{fields}, {{name = "height", kind = "numeric", transform = "log"}}]', text
     )
-    assert [each.name for each in schema.dense] == ["price", "price_missing", "age", "height"]
+    assert [field.name for field in schema.dense] == ["price", "price_missing", "age", "height"]
     stored = read_split(tmp_path / "out", "train")
     prices = [lines[number].split(",")[1] for number in stored["sample_number"]]
     assert stored["price_missing"] == [float(price == "") for price in prices]
@@ -132,7 +132,7 @@ def test_a_field_tells_where_numbers_are_often_missing(tmp_path):
 def test_numbers_far_outside_of_the_training_range_are_bounded_and_reported(tmp_path, caplog, dense):
     """The largest numbers of float64 too; the codec of streams and requests gives the same numbers."""
     far = ["1e39", "1e25", "-1e25", "1e308", "-1e308", "2e6", "1"]
-    text = "\n".join(["label,price", "0,0", "1,1", *(f"{number % 2},{each}" for number, each in enumerate(far))])
+    text = "\n".join(["label,price", "0,0", "1,1", *(f"{number % 2},{value}" for number, value in enumerate(far))])
     config = PrepareConfig(dense=dense, split="order", test_rows=len(far))
     prepare_text(tmp_path, 'fields = [{name = "price", kind = "numeric"}]', text, config=config)
     stored = np.array(read_split(tmp_path / "out", "test")["price"])
@@ -145,7 +145,7 @@ def test_numbers_far_outside_of_the_training_range_are_bounded_and_reported(tmp_
     count = {"quantile": 0, "minmax": 6, "log": 1, "none": 6}[dense]
     assert caplog.messages == [] if not count else f"'price': {count} of its numbers" in caplog.text
     codec = SampleCodec.load(tmp_path / "out")
-    samples = [{"price": each} for each in numbers.tolist()]
+    samples = [{"price": value} for value in numbers.tolist()]
     assert codec.encode_request(samples)[0].dense[:, 0].tolist() == stored.tolist()
     many = codec.encode(codec.from_objects(samples, training=False), training=False)
     assert many.block.dense[:, 0].tolist() == stored.tolist()

@@ -38,7 +38,7 @@ COLUMNS = st.sampled_from(
         words,
         st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4).map("|".join),
         st.lists(st.sampled_from("abc").map("{}:0.5".format), max_size=3).map(" ".join),
-        st.datetimes().map(lambda each: each.isoformat(timespec="seconds")),
+        st.datetimes().map(lambda moment: moment.isoformat(timespec="seconds")),
         st.sampled_from(["", "constant"]),
         st.integers(10**9, 2 * 10**9).map(str),
         st.sampled_from(["007", "08", "1"]),
@@ -404,8 +404,8 @@ def test_columns_that_say_what_the_label_is_are_left_out(tmp_path: Path, rows: i
 @pytest.mark.parametrize(("form", "joints"), [("{}", (", ", ",")), ("[{}]", (", ", ",")), ("{{{}}}", (",", ","))])
 def test_lists_with_blanks_or_brackets(tmp_path: Path, form: str, joints: tuple[str, str]) -> None:
     """An id is the same wherever it is in a list, also where it has blanks of its own."""
-    lists = [sorted({n % 5, n % 7, n % 11}, key=lambda each: each * n % 13) for n in range(300)]
-    texts = [form.format(joints[n % 2].join(f"tag {each}" for each in ids)) for n, ids in enumerate(lists)]
+    lists = [sorted({n % 5, n % 7, n % 11}, key=lambda item: item * n % 13) for n in range(300)]
+    texts = [form.format(joints[n % 2].join(f"tag {number}" for number in ids)) for n, ids in enumerate(lists)]
     lines = ["click\ttags", *(f"{n // 2 % 2}\t{text}" for n, text in enumerate(texts))]
     (tmp_path / "raw.tsv").write_text("\n".join(lines))
     text, layout, found = inferred(tmp_path / "raw.tsv")
@@ -426,7 +426,7 @@ def test_lists_with_blanks_or_brackets(tmp_path: Path, form: str, joints: tuple[
 )
 def test_thresholds_of_numbers(tmp_path: Path, values: str, threshold: str) -> None:
     """Numbers of events, most of them 0, are positive from 1 on."""
-    lines = [f"{each},s{n % 2}\n" for n, each in enumerate(values.split())]
+    lines = [f"{word},s{n % 2}\n" for n, word in enumerate(values.split())]
     (tmp_path / "raw.csv").write_text("clicks,shop\n" + "".join(lines))
     assert f"threshold = {threshold}\n" in inferred(tmp_path / "raw.csv", "clicks")[0]
 
@@ -530,7 +530,7 @@ def test_each_rule_decides_about_its_columns(rule):
 @pytest.mark.parametrize("remark", REMARKS, ids=lambda remark: remark.name)
 def test_each_remark_is_made_of_its_columns(remark):
     column, text = REMARK_EXAMPLES[remark.name]
-    (found,) = (each for each in guess_column(column).remarks if each.text.startswith(text))
+    (found,) = (found for found in guess_column(column).remarks if found.text.startswith(text))
     assert found.unsure == remark.unsure
     assert str(unsure(text)) == f"unsure: {text}"
 
@@ -573,8 +573,8 @@ def test_of_several_words_the_positive_ones_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("delimiter", ["::", "\x01", " ", "\t"])
 def test_delimiters_that_are_named_or_found(tmp_path, delimiter):
     rows = [
-        delimiter.join(each)
-        for each in [("user", "click", "city"), *((f"u{n % 7}", f"{n % 2}", f"c{n % 3}") for n in range(60))]
+        delimiter.join(line)
+        for line in [("user", "click", "city"), *((f"u{n % 7}", f"{n % 2}", f"c{n % 3}") for n in range(60))]
     ]
     (tmp_path / "raw.txt").write_text("\n".join(rows))
     written = {"\x01": "\\x01", "\t": "\\t"}.get(delimiter, delimiter)

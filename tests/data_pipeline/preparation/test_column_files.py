@@ -37,7 +37,7 @@ NUMBERS = [
     (INTEGERS, [pa.int16(), pa.uint32(), pa.float32(), pa.string()]),
     (st.integers(-(2**63), 2**63 - 1), [pa.int64(), pa.decimal128(20, 0)]),
     (st.floats(-1e9, 1e9), [pa.float64()]),
-    (st.decimals(-1000, 1000, places=3).map(lambda each: each + decimal.Decimal(0)), [pa.decimal128(9, 3)]),
+    (st.decimals(-1000, 1000, places=3).map(lambda number: number + decimal.Decimal(0)), [pa.decimal128(9, 3)]),
 ]
 TIMES = [pa.int64(), pa.timestamp("s"), pa.timestamp("s", "UTC")]
 WEIGHTS = st.sampled_from([0.5, 1.0, -2.0])
@@ -78,7 +78,7 @@ def tables(draw):
     if draw(st.booleans()):
         pairs = pa.array(history, pa.map_(pa.string(), pa.float32()))
     else:
-        pairs = [each and [{"id": key, "weight": weight} for key, weight in each] for each in history]
+        pairs = [item and [{"id": key, "weight": weight} for key, weight in item] for item in history]
         pairs = pa.array(pairs, pa.list_(pa.struct([("weight", pa.float64()), ("id", pa.string())])))
     times = draw(st.lists(st.integers(0, 2**31), min_size=rows, max_size=rows))
     label = [False, True, *draw(st.lists(st.booleans(), min_size=rows - 2, max_size=rows - 2))]
@@ -92,10 +92,10 @@ def tables(draw):
         "past views": pairs,
     }
     text = {
-        "past views": [" ".join(f"{key}:{weight}" for key, weight in each or []) for each in history],
-        "click": [str(int(each)) for each in label],
-        "seen at": [str(each) for each in times],
-        "tags": ["|".join("" if each is None else str(each) for each in tag or []) for tag in tags],
+        "past views": [" ".join(f"{key}:{weight}" for key, weight in item or []) for item in history],
+        "click": [str(int(value)) for value in label],
+        "seen at": [str(time) for time in times],
+        "tags": ["|".join("" if value is None else str(value) for value in tag or []) for tag in tags],
     }
     return pa.table(columns), pa.table(text | {name: as_csv(columns[name]) for name in ("price", "city")})
 
@@ -104,12 +104,14 @@ def as_csv(values):
     """Leaves the conversion to text to pyarrow's CSV writer, which does not know all types."""
     kind = values.type
     if pa.types.is_dictionary(kind) or pa.types.is_string_view(kind) or pa.types.is_binary(kind):
-        return pa.array([each.decode() if isinstance(each, bytes) else each for each in values.to_pylist()])
+        return pa.array([value.decode() if isinstance(value, bytes) else value for value in values.to_pylist()])
     if pa.types.is_decimal(kind):
-        return pa.array([None if each is None else f"{each.normalize():f}" for each in values.to_pylist()], pa.string())
-    if pa.types.is_floating(kind) and all(each is None or each == int(each) for each in values.to_pylist()):
+        return pa.array(
+            [None if value is None else f"{value.normalize():f}" for value in values.to_pylist()], pa.string()
+        )
+    if pa.types.is_floating(kind) and all(value is None or value == int(value) for value in values.to_pylist()):
         # The writer gives large ones an exponent, and text stays as it is.
-        return pa.array([None if each is None else str(int(each)) for each in values.to_pylist()], pa.string())
+        return pa.array([None if value is None else str(int(value)) for value in values.to_pylist()], pa.string())
     if pa.types.is_timestamp(kind):
         return values.cast(pa.timestamp("s"))
     return values.cast(pa.date32()) if pa.types.is_date64(kind) else values
@@ -186,7 +188,7 @@ def with_value(table, name, row, value, kind=None):
 
 
 def run(folder, *inputs, **options):
-    inputs, config = [folder / each for each in inputs], PrepareConfig(test_fraction=0.0, **options)
+    inputs, config = [folder / name for name in inputs], PrepareConfig(test_fraction=0.0, **options)
     return prepare("tabular", inputs, folder / "out", config, schema_file=folder / "schema.toml")
 
 
@@ -197,7 +199,7 @@ def test_new_samples_have_the_ids_of_the_vocabulary(tmp_path, samples):
         schema = prepare("tabular", [tmp_path / f"{name}.parquet"], tmp_path / name, like=tmp_path / "out")
         assert schema.splits["test"].labelled == (name == "a")
         found, expected = read_split(tmp_path / name, "test"), read_split(tmp_path / "out", "train")
-        assert all(found[each] == expected[each] for each in expected if each != "label")
+        assert all(found[name] == expected[name] for name in expected if name != "label")
     message, both = r"b\.parquet has no label 'click', but other files have", [f"{tmp_path}/?.parquet"]
     refused(message, prepare, "tabular", both, tmp_path / "c", like=tmp_path / "out")
 
@@ -248,7 +250,7 @@ def test_new_ids_of_another_form_than_the_vocabulary_are_reported(tmp_path, samp
     for name, values in forms.items():
         pq.write_table(with_column(samples, "city", values), tmp_path / f"{name}.parquet")
     run(tmp_path, "text.parquet")
-    assert [each.getMessage()[:24] for each in caplog.records] == ["field 'city': 100 of its"]
+    assert [record.getMessage()[:24] for record in caplog.records] == ["field 'city': 100 of its"]
     prepare("tabular", [tmp_path / "text.parquet"], tmp_path / "same", like=tmp_path / "out")
     assert len(caplog.records) == 1
     caplog.clear()
@@ -259,7 +261,7 @@ def test_new_ids_of_another_form_than_the_vocabulary_are_reported(tmp_path, samp
 @pytest.mark.parametrize("scale", [0, 6, 8, 12])
 def test_ids_that_are_decimals_have_no_exponent(scale):
     texts = ["0", "7", None, "0", "1200", "0.000000001" if scale == 12 else "-3"]
-    values = pa.array([each and decimal.Decimal(each) for each in texts], pa.decimal128(20, scale))
+    values = pa.array([text and decimal.Decimal(text) for text in texts], pa.decimal128(20, scale))
     assert as_id_text(values)[0].to_pylist() == texts
 
 
@@ -302,7 +304,7 @@ TYPES_OF_ITEMS = {
 def test_text_that_is_not_utf8_costs_its_own_row_at_any_depth(tmp_path, samples, case):
     """Also beside types of which Arrow takes no rows: views and runs."""
     texts = [b"t", b"u"] * 28 + [b"\xff"] + [b"u", b"t"] * 21 + [b"v"]
-    tags, ids = (TYPES_OF_ITEMS[case](pa.array(each, pa.binary())) for each in (texts, texts[::-1]))
+    tags, ids = (TYPES_OF_ITEMS[case](pa.array(column, pa.binary())) for column in (texts, texts[::-1]))
     cities = pa.array([b"c"] * 20 + [b"\xfe"] + [b"d"] * 79, pa.binary())
     table = with_column(samples, "tags", pa.ListArray.from_arrays(range(101), tags))
     table = with_column(table, "city", pc.run_end_encode(cities))
@@ -338,7 +340,7 @@ def test_fields_of_structs_are_columns(tmp_path, write):
     write(table, tmp_path / "raw.data")
     found = infer_schema(tmp_path / "raw.data", label="click")
     assert {"user.id", "user.home.city", "ad.id", "ad.kind"} <= {
-        each.keys.get("column", each.keys["name"]) for each in found.fields
+        field.keys.get("column", field.keys["name"]) for field in found.fields
     }
     (tmp_path / "schema.toml").write_text(
         'label = "click"\nfields = [{name = "age", column = "user.age", kind = "numeric"},'

@@ -125,9 +125,11 @@ def test_texts_that_count_as_negative_are_listed(tmp_path, caplog, rule, train, 
     files = ["end,shop\n" + "".join(f"{label},a\n" for label in labels.split("|")) for labels in (train, test)]
     options = {"on_bad_row": "skip", "split": "order", "test_rows": 2}
     prepare_text(tmp_path, toml, *files, config=PrepareConfig(**options))
-    found = [each for each in caplog.messages if "count as negative" in each]
+    found = [message for message in caplog.messages if "count as negative" in message]
     assert len(found) == bool(listed)
-    assert all(f"column 'end': {listed.count('sample')} texts count as negative: {listed}" in each for each in found)
+    assert all(
+        f"column 'end': {listed.count('sample')} texts count as negative: {listed}" in message for message in found
+    )
     single = "label 'end': all 2 samples of the split test are not positive, so that its AUC cannot be measured"
     assert (single in caplog.messages) == ("yes" not in test and "4" not in test)
 
@@ -142,10 +144,10 @@ def test_training_samples_in_the_order_of_their_label_are_reported(tmp_path, cap
     (tmp_path / "columns.toml").write_text('label = "click"\nfields = [{name = "shop", kind = "categorical"}]')
     config, columns = PrepareConfig(test_fraction=0), tmp_path / "columns.toml"
     prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "out", config, schema_file=columns)
-    found = [each for each in caplog.messages if "sorted" in each]
+    found = [message for message in caplog.messages if "sorted" in message]
     assert len(found) == (kind == "sorted")
-    assert all("30 % of the training samples are positive, but from 0 to 100 %" in each for each in found)
-    assert all("window_rows = 1100000, which mixes all" in each for each in found)
+    assert all("30 % of the training samples are positive, but from 0 to 100 %" in message for message in found)
+    assert all("window_rows = 1100000, which mixes all" in message for message in found)
 
 
 BAD = "line 2, column w: a sample weight must be a finite number of at least 0"

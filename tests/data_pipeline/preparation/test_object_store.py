@@ -53,7 +53,7 @@ def test_a_data_set_from_and_to_an_object_store(logs, tmp_path):
     here, copy = content(tmp_path / "here"), content(tmp_path / "copy")
     assert here.pop("schema.json") != copy.pop("schema.json"), "the paths of the sources differ"
     assert here == copy
-    sizes, remote_sizes = ([(each.bytes, each.rows) for each in own.sources] for own in (schema, remote_schema))
+    sizes, remote_sizes = ([(source.bytes, source.rows) for source in own.sources] for own in (schema, remote_schema))
     assert remote_sizes == sizes
     refused(f"{output} exists and is not empty", run, tmp_path, [logs], output)
     with pytest.raises(ValueError, match=f"{logs} is not a prepared data set, so it is not overwritten"):

@@ -60,9 +60,9 @@ def check_mixed(folder, split, rows, train, config):
         table = vocabulary_of(train, field, config.min_count, config.max_ids)
         expected = [[table.get(value, 0) if value else 1 for value, _ in elements(field, row)] for row in rows]
         assert columns[field] == ([ids[0] for ids in expected] if field == "city" else expected), field
-        assert {each.name: each.num_embeddings for each in Schema.load(folder).sparse}[field] == len(table) + 2
+        assert {sparse.name: sparse.num_embeddings for sparse in Schema.load(folder).sparse}[field] == len(table) + 2
     expected = [[weight for _, weight in elements("history", row)] for row in rows]
-    assert [np.float32(each).tolist() for each in expected] == columns["history__weight"]
+    assert [np.float32(value).tolist() for value in expected] == columns["history__weight"]
 
 
 @settings(max_examples=15, deadline=None)

@@ -29,7 +29,7 @@ def test_ids_are_hashes_and_times_are_seconds(tmp_path):
     rows, config = write_timed(tmp_path), PrepareConfig(raw_ids=True, split="order", test_rows=50, shard_rows=40)
     raw, schema_file = [tmp_path / "raw.csv"], tmp_path / "schema.toml"
     schema = prepare("tabular", raw, tmp_path / "out", config, schema_file=schema_file)
-    assert [(each.encoding, each.num_embeddings) for each in schema.sparse] == [("raw", 0)] * 3
+    assert [(field.encoding, field.num_embeddings) for field in schema.sparse] == [("raw", 0)] * 3
     assert (schema.timed, schema.has_raw_ids) == (True, True)
     assert Schema.load(tmp_path / "out") == schema
     assert list((tmp_path / "out" / "vocabulary").iterdir()) == []
@@ -82,7 +82,7 @@ def test_avazu(tmp_path):
     assert ([field.name for field in schema.sparse], schema.dense) == (lines[0].split(",")[2:], ())
     expected = [datetime.datetime.strptime(hour, "%y%m%d%H").replace(tzinfo=datetime.UTC) for hour in hours]
     columns = read_split(tmp_path / "out", "train")
-    assert columns["time"] == [int(each.timestamp()) for each in expected]
+    assert columns["time"] == [int(time.timestamp()) for time in expected]
     assert columns["hour"] == [signed(hour) for hour in hours]
 
 

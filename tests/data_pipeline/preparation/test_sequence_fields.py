@@ -47,13 +47,13 @@ def test_the_last_ids_are_kept_in_order_with_the_vocabulary_of_the_item(tmp_path
     rows = read_split(tmp_path / "out", "train")
     assert rows["item"] == [A, B, MISSING, A]
     assert rows["history"] == [[C, A, B], [], [B, MISSING, C], [C, C]]
-    assert [len(each) for each in rows["words"]] == [2, 1, 0, 2]
+    assert [len(word) for word in rows["words"]] == [2, 1, 0, 2]
     assert {path.stem for path in (tmp_path / "out" / "vocabulary").iterdir()} == {"item", "words"}
     assert schema.splits["train"].values == {"history": 8, "words": 5}
     (batch,) = Reader(tmp_path / "out", "train", batch_size=4).epoch(0)
-    ids = {key: each.to_dense() for key, each in batch.sparse.to_dict().items()}
+    ids = {key: jagged.to_dense() for key, jagged in batch.sparse.to_dict().items()}
     assert list(ids) == ["history[0]", "history[1]", "history[2]", "item", "words[0]", "words[1]"]
-    positions = [[each.tolist() for each in ids[f"history[{position}]"]] for position in range(3)]
+    positions = [[tensor.tolist() for tensor in ids[f"history[{position}]"]] for position in range(3)]
     assert positions == [[[C], [], [B], []], [[A], [], [MISSING], [C]], [[B], [], [C], [C]]]
     # Lists of a column are the same as text.
     lists = pa.array([["b", "c", "a", "b"], [], ["b", None, "c"], ["c", "c"]])
@@ -77,9 +77,11 @@ def test_malformed_lists_are_bad_rows_and_bad_samples(tmp_path):
     codec = SampleCodec.load(tmp_path / "out")
     good = {"item": "a", "history": ["c", "b"], "words": "x"}
     wrong = [{"history": 5}, {"history": [["a"]]}, {"history": [{"a": 1}]}]
-    block, bad = codec.encode_request([good, *(good | each for each in wrong), good | {"history": ["b", None, "c"]}])
-    assert [each.index for each in bad] == [1, 2, 3]
-    assert all("history: must be a list of strings, numbers or nulls" in each.reason for each in bad)
+    block, bad = codec.encode_request(
+        [good, *(good | change for change in wrong), good | {"history": ["b", None, "c"]}]
+    )
+    assert [bad_sample.index for bad_sample in bad] == [1, 2, 3]
+    assert all("history: must be a list of strings, numbers or nulls" in bad_sample.reason for bad_sample in bad)
     assert block.bags["history"].values.tolist() == [C, B, B, MISSING, C]
     columns = {"click": [1, 0], "item": ["a", "b"], "history": [[1.0], [float("nan")]], "words": ["x", "y"]}
     config = PrepareConfig(test_fraction=0.0, on_bad_row="skip", max_bad_rows=1)
@@ -95,15 +97,15 @@ def test_sequences_along_another_have_as_many_ids(tmp_path):
     found = prepare_text(tmp_path, schema, text, config=config)
     assert sum(found.bad_rows.values()) == 3
     rows = read_split(tmp_path / "out", "train")
-    assert [len(each) for each in rows["tags"]] == [len(each) for each in rows["history"]] == [3, 0, 3, 2, 1]
+    assert [len(tag) for tag in rows["tags"]] == [len(item) for item in rows["history"]] == [3, 0, 3, 2, 1]
     assert rows["tags"][2][1] == rows["tags"][3][1] == rows["tags"][4][0] == MISSING
     codec, lines = SampleCodec.load(tmp_path / "out"), [line.split(",") for line in text.splitlines()[1:]]
     lists = [(history.split("|"), tags.split("|")) for _, _, history, tags in lines] + [(None, []), (["a"], None)]
     samples = [{"item": "a", "history": history, "tags": tags} for history, tags in lists]
     block, bad = codec.encode_request(samples)
-    assert [each.index for each in bad] == [5, 6, 7, 9]
+    assert [bad_sample.index for bad_sample in bad] == [5, 6, 7, 9]
     assert bad[0].reason == "column tags: must have as many values as field 'history', got 1"
-    good = [each for number, each in enumerate(samples) if number not in (5, 6, 7, 9)]
+    good = [sample for number, sample in enumerate(samples) if number not in (5, 6, 7, 9)]
     for name, bags in codec.encode_request(good)[0].bags.items():
         assert torch.equal(bags.values, block.bags[name].values)
         assert torch.equal(bags.offsets, block.bags[name].offsets)
@@ -115,7 +117,7 @@ def test_ages_are_the_bits_of_seconds_before_the_sample(tmp_path):
     start = 1_700_000_000
     rows = [("a|b|c|d", [9, 8, 0, -5]), ("a|b|c", [3, None, 1]), ("", []), ("a", [1 << 20]), ("a", [5])]
     times = [[None if age is None else start - age for age in ages] for _, ages in rows]
-    texts = ["|".join("" if each is None else str(each) for each in one) for one in times]
+    texts = ["|".join("" if value is None else str(value) for value in one) for one in times]
     texts[3] = datetime.fromtimestamp(times[3][0], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     lines = [f"{k % 2},{start},{rows[k][0]},{text}" for k, text in enumerate(texts)]
     lines += [f"1,{start},a,yesterday"]
@@ -123,7 +125,7 @@ def test_ages_are_the_bits_of_seconds_before_the_sample(tmp_path):
     found = prepare_text(tmp_path, schema, "\n".join(["click,at,history,when", *lines, ""]), config=config)
     assert sum(found.bad_rows.values()) == 1
     ages = read_split(tmp_path / "out", "train")["ages"]
-    row = [int(each) for each in 2 + string_hashes(pa.array([*map(str, range(25))])) % np.uint64(1 << 20)]
+    row = [int(number) for number in 2 + string_hashes(pa.array([*map(str, range(25))])) % np.uint64(1 << 20)]
     assert ages == [[row[4], row[0], row[0]], [row[2], MISSING, row[1]], [], [row[21]], [row[3]]]
     codec = SampleCodec.load(tmp_path / "out")
     samples = [
@@ -132,9 +134,9 @@ def test_ages_are_the_bits_of_seconds_before_the_sample(tmp_path):
     ]
     block, bad = codec.encode_request(samples)
     assert not bad
-    assert block.bags["ages"].values.tolist() == [each for one in ages for each in one]
+    assert block.bags["ages"].values.tolist() == [age for one in ages for age in one]
     block, bad = codec.encode_request([samples[0] | {"at": None}, samples[2] | {"at": None}])
-    assert [each.index for each in bad] == [0]
+    assert [bad_sample.index for bad_sample in bad] == [0]
     assert "its times and the sample's must be known" in bad[0].reason
 
 
@@ -170,7 +172,7 @@ def test_a_marker_alone_is_a_step_where_one_along_it_has_a_value(tmp_path):
     text = "click,item,history,tags\n" + "".join(f"{n % 2},i,{h},{t}\n" for n, (h, t) in enumerate(pairs))
     prepare_text(tmp_path, schema, text)
     rows = read_split(tmp_path / "out", "train")
-    assert [len(each) for each in rows["history"]] == [len(each) for each in rows["tags"]] == [1, 0, 1, 2, 2, 0, 0, 0]
+    assert [len(item) for item in rows["history"]] == [len(tag) for tag in rows["tags"]] == [1, 0, 1, 2, 2, 0, 0, 0]
     assert rows["history"][0] == rows["tags"][2] == [MISSING]
     lists = [([*h.split("|")], [*t.split("|")]) for h, t in pairs]
     columns = {"history": [h for h, _ in lists], "tags": [t for _, t in lists]}
@@ -181,7 +183,7 @@ def test_a_marker_alone_is_a_step_where_one_along_it_has_a_value(tmp_path):
     for given in (pairs, lists):
         samples = [{"item": "i", "history": h, "tags": t} for h, t in given]
         odd = {"item": 5, "history": ["a"], "tags": ["x"]}  # for which a chunk is read line by line
-        lines = [json.dumps(each).encode() for each in [*samples, odd]]
+        lines = [json.dumps(sample).encode() for sample in [*samples, odd]]
         for encoded in (
             codec.encode_request(samples)[0],
             codec.encode(codec.from_json(lines[:-1], training=False), training=False).block,
@@ -190,4 +192,4 @@ def test_a_marker_alone_is_a_step_where_one_along_it_has_a_value(tmp_path):
             assert {name: bags.values.tolist()[:6] for name, bags in encoded.bags.items()} == expected
         for history, tags in wrong:
             samples[2] = {"item": "i", "history": history, "tags": tags}
-            assert [each.index for each in codec.encode_request(samples)[1]] == [2]
+            assert [found.index for found in codec.encode_request(samples)[1]] == [2]

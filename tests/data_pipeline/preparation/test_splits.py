@@ -40,8 +40,8 @@ def test_time_divides_samples_whatever_their_order(tmp_path_factory, data):
     ends = {}
     for name, share in (("test", test), ("validation", test + validation)):
         # The time from which on the share of samples is nearest to the wanted one; the earliest of equally near ones.
-        before = [each for each in sorted(set(times))[1:] if each < ends.get("test", 10**12)]
-        shares = {each: abs(sum(time >= each for time in times) - share * len(times)) for each in before}
+        before = [moment for moment in sorted(set(times))[1:] if moment < ends.get("test", 10**12)]
+        shares = {moment: abs(sum(time >= moment for time in times) - share * len(times)) for moment in before}
         wanted = (validation if name == "validation" else test) > 0
         ends[name] = min(shares, key=shares.get) if wanted else ends.get("test", 10**12)
     expected = {name: [] for name in SPLITS}

@@ -25,7 +25,7 @@ fields = [
     {name = "shop", kind = "categorical"},
 ]
 """
-EXPECTED = np.array([[0.0] * WIDTH if each is None else each for each in VECTORS], np.float32)
+EXPECTED = np.array([[0.0] * WIDTH if numbers is None else numbers for numbers in VECTORS], np.float32)
 
 
 def rows(vectors: list[Any]) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def of_files(folder: Path) -> np.ndarray:
 
 def as_columns(vectors: pa.Array) -> dict[str, Any]:
     samples = rows(vectors.to_pylist())
-    return {name: [each[name] for each in samples] for name in samples[0]} | {"item emb": vectors}
+    return {name: [sample[name] for sample in samples] for name in samples[0]} | {"item emb": vectors}
 
 
 KINDS = [
@@ -66,13 +66,14 @@ def test_lists_of_any_type_are_the_numbers_of_the_data_set(tmp_path: Path, kind:
     vectors = pa.array(VECTORS, pa.list_(pa.float32())).cast(pa.list_(kind.value_type))
     if pa.types.is_fixed_size_list(kind):
         vectors = pa.array(
-            [None if each is None else np.array(each, kind.value_type.to_pandas_dtype()) for each in VECTORS], kind
+            [None if vector is None else np.array(vector, kind.value_type.to_pandas_dtype()) for vector in VECTORS],
+            kind,
         )
     data = prepared(tmp_path, as_columns(vectors))
     exact = np.float16 if pa.types.is_float16(kind.value_type) else np.float32
     np.testing.assert_array_equal(of_files(data), EXPECTED.astype(exact).astype(np.float32))
     schema = Schema.load(data)
-    assert [(each.name, each.source, each.element) for each in schema.dense[:WIDTH]] == [
+    assert [(field.name, field.source, field.element) for field in schema.dense[:WIDTH]] == [
         (name, "emb", element) for element, name in enumerate(NAMES)
     ]
 
@@ -100,15 +101,15 @@ def test_text_of_vectors_is_read_as_lists_are(tmp_path: Path, texts: list[str]) 
 def test_streams_and_requests_have_the_numbers_of_files(tmp_path: Path) -> None:
     """Also where single values are encoded without columns, and where a column is missing or text."""
     timed = SCHEMA.replace("label", 'time = "at"\nlabel', 1)
-    samples = [each | {"at": 1_700_000_000 + n} for n, each in enumerate(rows(VECTORS))]
-    columns: dict[str, Any] = {name: [each[name] for each in samples] for name in samples[0]}
+    samples = [row | {"at": 1_700_000_000 + n} for n, row in enumerate(rows(VECTORS))]
+    columns: dict[str, Any] = {name: [sample[name] for sample in samples] for name in samples[0]}
     data = prepared(tmp_path, columns | {"item emb": pa.array(VECTORS, pa.list_(pa.float32()))}, timed)
     codec = SampleCodec.load(data)
-    of_json = codec.encode(codec.from_json([json.dumps(each).encode() for each in samples]))
+    of_json = codec.encode(codec.from_json([json.dumps(sample).encode() for sample in samples]))
     mixed = [samples[0] | {"item emb": "[0.5, -1.25, 3]"}, samples[1] | {"item emb": []}, *samples[2:]]
     others = [codec.encode(codec.from_objects(mixed)), codec.encode(codec.from_table(pa.table(columns)))]
     block, bad = codec.encode_request(mixed)
-    for found in (of_json.block, *(each.block for each in others), block):
+    for found in (of_json.block, *(other.block for other in others), block):
         np.testing.assert_array_equal(found.dense[:, :WIDTH], EXPECTED)
         np.testing.assert_array_equal(found.dense, of_json.block.dense)
     assert not bad
@@ -163,21 +164,21 @@ def test_vectors_are_inferred(tmp_path: Path) -> None:
     rows_of = draw.random((200, 4)).round(3)
     columns: dict[str, Any] = {"click": [n % 2 for n in range(200)], "shop_id": [n % 7 for n in range(200)]}
     columns["fixed"] = pa.array(list(rows_of), pa.list_(pa.float32(), 4))
-    columns["lists"] = [None if n % 9 == 0 else each for n, each in enumerate(rows_of.tolist())]
+    columns["lists"] = [None if n % 9 == 0 else value for n, value in enumerate(rows_of.tolist())]
     columns["ids"] = pa.array([[float(n % 5), float(n % 3)] for n in range(200)], pa.list_(pa.float64()))
-    columns["ragged"] = [each[: 2 + n % 2] for n, each in enumerate(rows_of.tolist())]
-    columns["joined"] = [" ".join(map(str, each)) for each in rows_of.tolist()]
-    columns["json"] = [json.dumps(each) for each in rows_of.tolist()]
+    columns["ragged"] = [value[: 2 + n % 2] for n, value in enumerate(rows_of.tolist())]
+    columns["joined"] = [" ".join(map(str, value)) for value in rows_of.tolist()]
+    columns["json"] = [json.dumps(value) for value in rows_of.tolist()]
     pq.write_table(pa.table(columns), tmp_path / "raw.parquet")
     found = infer_schema(tmp_path / "raw.parquet")
-    kinds = {each.keys["name"]: (each.keys["kind"], each.keys.get("width")) for each in found.fields}
+    kinds = {field.keys["name"]: (field.keys["kind"], field.keys.get("width")) for field in found.fields}
     vectors = dict.fromkeys(("fixed", "lists", "joined", "json"), ("vector", 4))
     assert kinds == {"shop_id": ("categorical", None), "ids": ("multi", None), **vectors}
     assert "# left out: 'ragged': lists of different numbers of floats, which are not read" in found.text
     (tmp_path / "columns.toml").write_text(found.text)
     schema = prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "out", schema_file=tmp_path / "columns.toml")
     assert len(schema.dense) == 16
-    lines = [json.dumps({"click": n % 2, "shop_id": n % 7, "emb": each}) for n, each in enumerate(rows_of.tolist())]
+    lines = [json.dumps({"click": n % 2, "shop_id": n % 7, "emb": value}) for n, value in enumerate(rows_of.tolist())]
     (tmp_path / "raw.jsonl").write_text("\n".join(lines))
-    of_json = {each.keys["name"]: each.keys["kind"] for each in infer_schema(tmp_path / "raw.jsonl").fields}
+    of_json = {field.keys["name"]: field.keys["kind"] for field in infer_schema(tmp_path / "raw.jsonl").fields}
     assert of_json == {"shop_id": "categorical", "emb": "vector"}

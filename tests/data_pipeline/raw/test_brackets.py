@@ -20,8 +20,8 @@ LISTS = [["Action", "Sci Fi"], ["Drama"], [], ["Action", "Drama", "it's"]]
 
 
 def postgres(items):
-    quoted = ('"' + each.replace("\\", "\\\\").replace('"', '\\"') + '"' for each in items)
-    plain = ("" if set(each) & set(' ,"\\{}()') or each[:1] in ("", "'") or each == "NULL" else each for each in items)
+    quoted = ('"' + item.replace("\\", "\\\\").replace('"', '\\"') + '"' for item in items)
+    plain = ("" if set(item) & set(' ,"\\{}()') or item[:1] in ("", "'") or item == "NULL" else item for item in items)
     return "{" + ",".join(bare or text for bare, text in zip(plain, quoted, strict=True)) + "}"
 
 
@@ -42,7 +42,7 @@ def test_every_notation_has_the_items(items):
     for name, write in NOTATIONS.items():
         if name == "NumPy" and len(items) < 1:
             continue
-        if name != "bare" or not any({*each} & {*",'\"("} for each in items):
+        if name != "bare" or not any({*item} & {*",'\"("} for item in items):
             assert items_of(write(items)) == items, name
     weights = {item: index / 4 for index, item in enumerate(items)}
     assert weights_of(json.dumps(weights)) == weights_of(str(weights)) == weights
@@ -72,7 +72,7 @@ def test_other_text_is_no_list(text):
 
 @pytest.mark.parametrize("name", [*NOTATIONS])
 def test_lists_in_brackets_have_the_ids_of_lists(tmp_path, name):
-    lists = [[each.replace("'", "") for each in items] for items in LISTS] if name == "bare" else LISTS
+    lists = [[item.replace("'", "") for item in items] for items in LISTS] if name == "bare" else LISTS
     texts = [NOTATIONS[name](items) if items or name != "NumPy" else "[]" for items in lists]
     lines = [f"{row % 2}\t{text}" for row, text in enumerate(texts * 10)]
     prepare_text(tmp_path, SCHEMA % ("multi", "brackets = true"), "click\tgenres\n" + "\n".join(lines))
@@ -83,12 +83,12 @@ def test_lists_in_brackets_have_the_ids_of_lists(tmp_path, name):
     assert read_split(tmp_path / "out", "train")["genres"] == expected
     codec = SampleCodec.load(tmp_path / "out")
     samples = [{"genres": text} for text in texts]
-    lines = [json.dumps(each).encode() for each in samples]
+    lines = [json.dumps(sample).encode() for sample in samples]
     for raw in (codec.from_json(lines, training=False), codec.from_table(pa.Table.from_pylist(samples))):
         bags = codec.encode(raw, training=False).table["genres"].to_pylist()
         assert bags == expected[:4]
     few, bad = codec.encode_request(samples)
-    assert (few.bags["genres"].values.tolist(), bad) == ([each for bag in expected[:4] for each in bag], ())
+    assert (few.bags["genres"].values.tolist(), bad) == ([id_ for bag in expected[:4] for id_ in bag], ())
 
 
 def test_weights_in_brackets_and_text_without(tmp_path):
@@ -100,7 +100,7 @@ def test_weights_in_brackets_and_text_without(tmp_path):
     prepare_text(tmp_path, schema, text, config=PrepareConfig(test_fraction=0.0, on_bad_row="skip"))
     columns = read_split(tmp_path / "out", "train")
     assert columns["genres__weight"] == [[0.5, 2.0], [1.0], [1.0], [1.0]]
-    assert [len(each) for each in columns["genres"]] == [2, 1, 1, 1]
+    assert [len(genre) for genre in columns["genres"]] == [2, 1, 1, 1]
 
 
 def test_the_notations_of_exports_are_inferred(tmp_path):

@@ -20,7 +20,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def paths(*inputs):
-    return [os.path.relpath(file) for file in find_inputs([os.fspath(each) for each in inputs])]
+    return [os.path.relpath(file) for file in find_inputs([os.fspath(path) for path in inputs])]
 
 
 def test_files_keep_their_order_and_others_are_sorted(folder):

@@ -64,7 +64,7 @@ def test_lines_equal_the_same_samples_as_text(tmp_path_factory, rows, data):
     config = PrepareConfig(test_fraction=0.0, shard_rows=data.draw(st.integers(1, 40)), split="order")
     found = []
     for name, files in (("text", ["*.csv"]), ("json", ["*.jsonl", "*.gz"][: 1 + (cut < len(rows))])):
-        prepared(folder, name, [f"{folder}/{each}" for each in files], config)
+        prepared(folder, name, [f"{folder}/{file}" for file in files], config)
         found.append((read_split(folder / name, "train"), content(folder / name / "vocabulary")))
     assert found[0] == found[1]
 
@@ -106,7 +106,7 @@ def test_a_column_with_a_dot_in_its_name_comes_first(tmp_path):
     (tmp_path / "schema.toml").write_text(NESTED)
     layout = load_schema_file(tmp_path / "schema.toml")
     types = column_types(layout, layout.used_columns)
-    lines = [json.dumps(each).encode() for each in nested_lines()]
+    lines = [json.dumps(line).encode() for line in nested_lines()]
     at_once = uniform_table(lines, types)
     one_by_one, *_ = canonical_table(parsed_lines(lines), types)
     assert at_once["user.profile.age"] == one_by_one["user.profile.age"]
@@ -127,7 +127,7 @@ def test_requests_and_streams_have_nested_values_too(tmp_path):
     codec = SampleCodec.load(tmp_path / "out")
     few, bad = codec.encode_request(samples)
     table = codec.from_table(pa.Table.from_pylist(samples))
-    lines = codec.from_json([json.dumps(each).encode() for each in samples], training=False)
+    lines = codec.from_json([json.dumps(sample).encode() for sample in samples], training=False)
     assert bad == ()
     for block in (few, codec.encode(table, training=False).block, codec.encode(lines, training=False).block):
         assert block.ids[:, 0].tolist() == expected

@@ -37,7 +37,7 @@ def seconds(time: RawTime, *columns: pa.Array) -> list[int | None]:
 )
 def test_formats_are_read_as_by_strptime(moments: list[datetime], form: str, zone: str) -> None:
     """Up to 2037, to which Arrow knows when clocks change; an hour that they skip has no time to compare."""
-    texts = [each.replace(tzinfo=UTC).strftime(form) for each in moments]
+    texts = [moment.replace(tzinfo=UTC).strftime(form) for moment in moments]
     found = seconds(RawTime(("t",), format=form, zone=zone), pa.array(texts))
     for text, got in zip(texts, found, strict=True):
         read = datetime.strptime(text, form)
@@ -119,7 +119,7 @@ def test_times_of_files_and_of_requests_are_equal(tmp_path: Path) -> None:
     codec = SampleCodec.load(tmp_path / "out")
     samples = [{"shop": "s0", "seen": f"01/05/2024 {hour}:30"} for hour in range(24)]
     block, bad = codec.encode_request([*samples, {"shop": "s0", "seen": None}, {"shop": "s0", "seen": "soon"}])
-    assert [each.index for each in bad] == [25]
+    assert [bad_sample.index for bad_sample in bad] == [25]
     by_hour = dict(
         zip((row.rpartition(" ")[2].partition(":")[0] for row in rows), read_all_hours(tmp_path), strict=False)
     )
@@ -151,7 +151,7 @@ DATES = {
 def test_inference_proposes_the_form(tmp_path: Path, form: str) -> None:
     """And `prepare` reads all that the proposed schema names."""
     texts = [DATES[form].format(m=1 + n % 12, d=1 + n % 28, h=n % 24) for n in range(60)]
-    text = "\n".join(["click,date,shop", *(f"{n // 2 % 2},{each},s{n % 3}" for n, each in enumerate(texts))])
+    text = "\n".join(["click,date,shop", *(f"{n // 2 % 2},{written},s{n % 3}" for n, written in enumerate(texts))])
     (tmp_path / "raw.csv").write_text(text)
     found = infer_schema(tmp_path / "raw.csv").text
     assert f'time = {{column = "date", format = "{form}"}}' in found

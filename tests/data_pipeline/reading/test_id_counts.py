@@ -14,14 +14,14 @@ from trainer_cases import make_data
 
 
 def counted(data, fields, train_rows=None, split="test"):
-    train, test = (pq.read_table(data / each).to_pydict() for each in ("train", split))
+    train, test = (pq.read_table(data / name).to_pydict() for name in ("train", split))
     total = np.zeros(len(test["label"]))
     for name in fields:
-        bags = [[each] if isinstance(each, int) else each for each in train[name][:train_rows]]
-        counts = Counter(each for bag in bags for each in bag)
+        bags = [[ids] if isinstance(ids, int) else ids for ids in train[name][:train_rows]]
+        counts = Counter(id_ for bag in bags for id_ in bag)
         for row, ids in enumerate(test[name]):
             bag = [ids] if isinstance(ids, int) else ids
-            total[row] += np.mean([np.log1p(counts[each]) for each in bag]) if bag else 0
+            total[row] += np.mean([np.log1p(counts[id_]) for id_ in bag]) if bag else 0
     return total
 
 
@@ -36,7 +36,7 @@ def test_counts_equal_plain_loops(tmp_path, split, train_rows):
     found = log_id_counts(data, split, fields, train_rows)
     np.testing.assert_allclose(found / ONE, counted(data, fields, train_rows, split), atol=2 * 3 / ONE)
     # The sum over processes, each with its share of the fields, is exact.
-    parts = [log_id_counts(data, split, each, train_rows) for each in (fields[::2], fields[1::2])]
+    parts = [log_id_counts(data, split, names, train_rows) for names in (fields[::2], fields[1::2])]
     np.testing.assert_array_equal(sum(parts), found)
 
 

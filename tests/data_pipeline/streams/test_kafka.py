@@ -110,7 +110,7 @@ def test_offsets_without_a_message_are_skipped_also_when_the_journal_is_repeated
     """Each transaction ends with an offset of its own, and an aborted one has no message either."""
     broker.create("transactions")
     contents = lines(numbered(0, 6))
-    broker.send_transactions("transactions", [(each, number != 3) for number, each in enumerate(contents)])
+    broker.send_transactions("transactions", [(content, number != 3) for number, content in enumerate(contents)])
     options = {"batch_size": 5, "journal": tmp_path / "journal"}
     for _ in range(2):
         stream = SampleStream(open_source(f"kafka://{broker.address}/transactions"), codec, **options)

@@ -159,8 +159,8 @@ def server(redis_process):
 
 def add(server, samples, **options):
     with server.client() as client, client.pipeline(transaction=False) as pipeline:
-        for each in lines(samples):
-            pipeline.xadd("clicks", {"sample": each}, **options)
+        for line in lines(samples):
+            pipeline.xadd("clicks", {"sample": line}, **options)
         pipeline.execute()
 
 
@@ -207,11 +207,11 @@ def test_chunks_are_bounded_in_bytes(kind, limit, server, tmp_path, monkeypatch)
     chunks = polled(source, 200)
     assert (
         contents(chunks)
-        == contents(source.read(each.partition, each.start, each.end) for each in chunks)
+        == contents(source.read(chunk.partition, chunk.start, chunk.end) for chunk in chunks)
         == list(range(200))
     )
-    sizes = [each.samples.nbytes if kind == "folder" else sum(map(len, each.samples)) for each in chunks]
-    assert [len(each) for each, size in zip(chunks, sizes, strict=True) if size > limit] == [1]
+    sizes = [chunk.samples.nbytes if kind == "folder" else sum(map(len, chunk.samples)) for chunk in chunks]
+    assert [len(chunk) for chunk, size in zip(chunks, sizes, strict=True) if size > limit] == [1]
     assert len(chunks) < 180
 
 

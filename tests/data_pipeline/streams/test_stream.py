@@ -72,7 +72,7 @@ def test_samples_are_returned_once_by_time_in_full_batches(
     stream = SampleStream(DirectorySource(folder), codec, **options)
     batches = list(stream)
     good, counts = arrivals(samples, lateness, window)
-    expected = [number for _, number in sorted(good, key=lambda each: each[0])]  # stable: equal times as they arrived
+    expected = [number for _, number in sorted(good, key=lambda pair: pair[0])]  # stable: equal times as they arrived
     returned = all_numbers(batches)
     on_time = {number for _, number in good}
     assert [number for number in returned if number in on_time] == expected, "samples on time keep their order"
@@ -92,7 +92,7 @@ def test_samples_are_returned_once_by_time_in_full_batches(
 
 def same(one, other):
     """Asserts that two lists of batches are identical: samples, batching, tensors and counters."""
-    assert [numbers(each) for each in one] == [numbers(each) for each in other]
+    assert [numbers(batch) for batch in one] == [numbers(batch) for batch in other]
     for first, second in zip(one, other, strict=True):
         for name in ("dense", "label", "ids", "time"):
             assert torch.equal(getattr(first.block, name), getattr(second.block, name))
@@ -334,7 +334,7 @@ def test_the_present_is_that_of_a_plain_loop_in_any_chunks(arriving, cuts):
             expected.append(present)
         newest, present, found = dict.fromkeys(own), None, []
         for name, time in samples:
-            others = [newest[each] for each in own if each != name]
+            others = [newest[partition] for partition in own if partition != name]
             followed = follow(np.array([time]), present, newest[name], behind=others, has_backlog=len(own) > 1)
             newest[name], present = followed.newest, followed.after
             found.append(present)
@@ -354,7 +354,7 @@ def test_a_backlog_of_ordered_partitions_is_returned_in_order(codec, tmp_path_fa
     samples = [sample(number, START + number * HOUR) for number in range(len(owners))]
     names = ["0", "1", "2", "3"]
     partitions = {
-        name: lines(each for each, own in zip(samples, owners, strict=True) if own == int(name)) for name in names
+        name: lines(found for found, own in zip(samples, owners, strict=True) if own == int(name)) for name in names
     }
     journal = tmp_path_factory.mktemp("journal") / "journal"
     for attempt in range(2):
@@ -382,13 +382,13 @@ def test_no_batch_is_of_a_single_sample_where_two_are_the_fewest(codec, tmp_path
     found = [number for batch in batches for number in batch]
     assert found == list(range(len(found)))
     assert count + 2 - len(found) in (0, 1)
-    assert all(2 <= len(each) <= size for each in batches)
+    assert all(2 <= len(batch) <= size for batch in batches)
 
 
 @pytest.mark.parametrize("kind", ["json", "table"])
 def test_malformed_samples_are_kept_as_samples_that_prepare_reads(tmp_path, codec, kind):
     """A producer renames the field `id` and writes the time as text; a schema file with these names reads the rest."""
-    wrong = [each | {"time": f"at {each['number']}"} for each in numbered(1, 20)]
+    wrong = [fields | {"time": f"at {fields['number']}"} for fields in numbered(1, 20)]
     given = lines(wrong) if kind == "json" else pa.Table.from_pylist(wrong)
     chunks = {"p": given, "q": [*lines(numbered(20, 22)), b"\xff", b"[1]"]}
     policy = MalformedPolicy(path=tmp_path / "malformed.jsonl", max_bytes=1000)
@@ -397,10 +397,10 @@ def test_malformed_samples_are_kept_as_samples_that_prepare_reads(tmp_path, code
     files = [path for path in (tmp_path / "malformed.jsonl.1", policy.path) if path.exists()]
     assert all(path.stat().st_size <= 1000 for path in files)
     kept = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    found = [each["number"] for each in kept if "number" in each]
+    found = [line["number"] for line in kept if "number" in line]
     assert found == [*range(20)][-len(found) :]
-    assert all("column time" in each["malformed"] for each in kept if "number" in each)
-    assert {str(each["text"]) for each in kept if "text" in each} <= {"\ufffd", "[1]"}
+    assert all("column time" in line["malformed"] for line in kept if "number" in line)
+    assert {str(line["text"]) for line in kept if "text" in line} <= {"\ufffd", "[1]"}
     (tmp_path / "schema.toml").write_text(re.sub("(?m)^(time|header|columns) =.*$", "", SCHEMA))
     config = PrepareConfig(raw_ids=True, dense="none", test_fraction=0.0, on_bad_row="skip", max_bad_rows=2)
     schema = prepare("tabular", [policy.path], tmp_path / "out", config, schema_file=tmp_path / "schema.toml")

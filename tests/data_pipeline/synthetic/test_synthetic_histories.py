@@ -40,7 +40,7 @@ def test_samples_of_a_stream_are_those_of_the_data_set(tmp_path) -> None:
     table, _ = CONFIG.draw(0, 3000)
     expected = load_shards(tmp_path / "data", schema, "train", [0])
     codec = SampleCodec.load(tmp_path / "data")
-    lines = [json.dumps(each).encode() for each in table.to_pylist()]
+    lines = [json.dumps(value).encode() for value in table.to_pylist()]
     for samples in (codec.from_table(table), codec.from_json(lines)):
         block = codec.encode(samples).block
         assert torch.equal(block.ids, expected.ids)

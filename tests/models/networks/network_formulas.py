@@ -13,7 +13,7 @@ Formula = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
 
 def mlp(layers: nn.Module, x: Tensor) -> Tensor:
-    for layer in (each for each in layers.layers if isinstance(each, nn.Linear)):
+    for layer in (found for found in layers.layers if isinstance(found, nn.Linear)):
         x = torch.clamp(layer.weight @ x + layer.bias, min=0)
     return x
 
@@ -95,7 +95,7 @@ def xdeepfm(model: nn.Module, e: Tensor, d: Tensor, wide: Tensor) -> Tensor:
                     total = total + weights[i * fields + j] * x * e[j]
             new.append(total)
         maps = new
-        sums += [each.sum() for each in maps]
+        sums += [row.sum() for row in maps]
     hidden = torch.cat([torch.stack(sums), mlp(model.mlp, flat(e, d))])
     return linear(model, d, wide) + output(model.output, hidden)
 
@@ -162,7 +162,7 @@ def finalmlp(model: nn.Module, e: Tensor, d: Tensor, wide: Tensor) -> Tensor:
     fusion, logit = model.fusion, output(model.fusion.first, x) + output(model.fusion.second, y)
     heads = len(fusion.kernel)
     for head, kernel in enumerate(fusion.kernel):
-        own = [each[head * len(each) // heads : (head + 1) * len(each) // heads] for each in (x, y)]
+        own = [vector[head * len(vector) // heads : (head + 1) * len(vector) // heads] for vector in (x, y)]
         logit = logit + own[0] @ kernel @ own[1]
     return logit
 
@@ -205,7 +205,7 @@ def towers(layer: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
 def mixed(gate: nn.Module, x: Tensor, outputs: Sequence[Tensor]) -> Tensor:
     scores = [torch.exp(torch.dot(x, column)) for column in gate.kernel.T]
     assert len(scores) == len(outputs)
-    return sum(score / sum(scores) * each for score, each in zip(scores, outputs, strict=True))
+    return sum(score / sum(scores) * vector for score, vector in zip(scores, outputs, strict=True))
 
 
 def shared_bottom(model: nn.Module, e: Tensor, d: Tensor, wide: Tensor) -> Tensor:
@@ -214,17 +214,17 @@ def shared_bottom(model: nn.Module, e: Tensor, d: Tensor, wide: Tensor) -> Tenso
 
 def mmoe(model: nn.Module, e: Tensor, d: Tensor, wide: Tensor) -> Tensor:
     x = flat(e, d)
-    return towers(model.towers, [mixed(gate, x, [mlp(each, x) for each in model.experts]) for gate in model.gates])
+    return towers(model.towers, [mixed(gate, x, [mlp(expert, x) for expert in model.experts]) for gate in model.gates])
 
 
 def ple(model: nn.Module, e: Tensor, d: Tensor, wide: Tensor) -> Tensor:
     of_tasks, shared = [flat(e, d) for _ in model.towers.mlps], flat(e, d)
     for level in model.levels:
-        of_all = [mlp(each, shared) for each in level.shared]
-        own = [[mlp(each, x) for each in experts] for experts, x in zip(level.tasks, of_tasks, strict=True)]
+        of_all = [mlp(expert, shared) for expert in level.shared]
+        own = [[mlp(expert, x) for expert in experts] for experts, x in zip(level.tasks, of_tasks, strict=True)]
         new = [mixed(level.gates[k], of_tasks[k], own[k] + of_all) for k in range(len(own))]
         if level.shared_gate is not None:
-            shared = mixed(level.shared_gate, shared, [*(each for outputs in own for each in outputs), *of_all])
+            shared = mixed(level.shared_gate, shared, [*(vector for outputs in own for vector in outputs), *of_all])
         of_tasks = new
     return towers(model.towers, of_tasks)
 

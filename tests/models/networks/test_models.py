@@ -104,8 +104,8 @@ def logits_by_formula(name: str, model: nn.Module, dense: Tensor, sparse: KeyedJ
         weight = model.front.embeddings.embedding_bags[f"table_{i}"].weight
         bag, pooled = bags[f"C{i}"], []
         weights = torch.ones(len(bag.values())) if bag.weights_or_none() is None else bag.weights()
-        each = weight[bag.values()] * weights[:, None]
-        for ids in torch.split(each, bag.lengths().tolist()):
+        weighted = weight[bag.values()] * weights[:, None]
+        for ids in torch.split(weighted, bag.lengths().tolist()):
             row = ids.sum(dim=0)
             pooled.append(row / max(len(ids), 1) if pooling == "MEAN" else row)
         rows.append(pooled)
@@ -298,7 +298,7 @@ def test_the_page_lists_every_network_with_its_options() -> None:
     assert list(rows) == list(MODELS)
     for name, text in rows.items():
         own = inspect.signature(MODELS[name]).parameters.values()
-        options = {each.name: each.default for each in own if each.kind is inspect.Parameter.KEYWORD_ONLY}
+        options = {option.name: option.default for option in own if option.kind is inspect.Parameter.KEYWORD_ONLY}
         listed = dict(re.findall(r"`(\w+)(?: = ([^`]*))?`", text))
         assert listed.keys() - {"hidden", "embedding_dim"} == options.keys(), name
         for key, default in options.items():

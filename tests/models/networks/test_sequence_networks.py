@@ -38,7 +38,7 @@ TAGS = [[], [1, 2], [0], [2]]
 ITEM, CITY = [3, 4, 5, 0], [0, 1, 1, 2]
 MARKS, CITIES = [[0, 0, 1], [], [2], [1, 0, 2, 0]], [[2, 1, 1], [], [1], [0, 2, 0, 1]]
 IDS = {"history": HISTORIES, "tags": TAGS, "marks": MARKS, "cities": CITIES}
-IDS |= {"item": [[each] for each in ITEM], "city": [[each] for each in CITY]}
+IDS |= {"item": [[id_] for id_ in ITEM], "city": [[id_] for id_ in CITY]}
 TABLES = {"history": "table", "item": "table", "cities": "city"}
 
 
@@ -76,9 +76,9 @@ def batch(model: nn.Module) -> tuple[Tensor, KeyedJaggedTensor]:
     for name in model.front.fields:
         keys += sequences[name].keys if name in sequences else (name,)
         for back in range(len(sequences[name].keys) if name in sequences else 1, 0, -1):
-            ids += [[each[-back]] if len(each) >= back else [] for each in IDS[name]]
-    lengths = torch.tensor([len(each) for each in ids], dtype=torch.int32)
-    values = torch.tensor([each for one in ids for each in one], dtype=torch.int32)
+            ids += [[ids[-back]] if len(ids) >= back else [] for ids in IDS[name]]
+    lengths = torch.tensor([len(history) for history in ids], dtype=torch.int32)
+    values = torch.tensor([id_ for one in ids for id_ in one], dtype=torch.int32)
     return torch.rand(len(ITEM), 1), KeyedJaggedTensor(keys, values, lengths=lengths, stride=len(ITEM))
 
 
@@ -139,7 +139,7 @@ def bst(model: nn.Module, sample: int, dense: Tensor) -> Tensor:
         heads = [[] for _ in steps]
         for columns in (slice(0, dim), slice(dim, DIM)):
             query, key, value = (
-                [x @ each[:, columns] for x in steps] for each in (layer.query, layer.key, layer.value)
+                [x @ weight[:, columns] for x in steps] for weight in (layer.query, layer.key, layer.value)
             )
             for at, q in enumerate(query):
                 weights = torch.softmax(torch.stack([q @ k for k in key]) / dim**0.5, 0)
@@ -202,7 +202,7 @@ def test_the_front_gives_rows_masks_and_their_mean() -> None:
     dense, sparse = batch(model)
     x = model.front(dense, sparse)
     history, mask = x.sequences["history"]
-    assert mask.tolist() == [[k >= LENGTH - len(each) for k in range(LENGTH)] for each in HISTORIES]
+    assert mask.tolist() == [[k >= LENGTH - len(ids) for k in range(LENGTH)] for ids in HISTORIES]
     for sample, ids in enumerate(HISTORIES):
         own = rows_of(model, "table", ids)
         assert torch.equal(history[sample, LENGTH - len(ids) :], own)
@@ -224,7 +224,7 @@ def test_rows_that_are_looked_up_elsewhere_give_the_same_logits(name: str) -> No
     network.load_state_dict({key: value for key, value in model.state_dict().items() if ".embeddings." not in key})
     looked_up = model.front.embeddings(sparse).to_dict()
     rows = torch.stack([looked_up[key] for key in sparse.keys()], 1)  # noqa: SIM118
-    lengths = torch.tensor([[len(each) for each in one] for one in (HISTORIES, TAGS)]).t()
+    lengths = torch.tensor([[len(history) for history in one] for one in (HISTORIES, TAGS)]).t()
     assert torch.equal(network(dense, (rows, lengths)), model(dense, sparse))
 
 

@@ -67,8 +67,8 @@ def test_statistics_of_a_step(rule: ClipRule, backend: str) -> None:
     case = small_problem(steps=1)
     model = sharded_model(case)
     handle = attach_cowclip(model, rule)
-    for each in lookups_of(handle):
-        run_on(backend, each)
+    for lookup in lookups_of(handle):
+        run_on(backend, lookup)
     before = handle.stats()["t0"]
     assert (before.rows, before.clipped_share) == (0, 0.0)
     assert np.isnan(before.median_ratio)
@@ -76,7 +76,7 @@ def test_statistics_of_a_step(rule: ClipRule, backend: str) -> None:
     (collection,), (drawn,) = case.collections, case.batches()[0]
     rows = [row_gradients(case, collection, t, drawn, None) for t in range(len(collection.tables))]
     grads, counts = zip(*rows, strict=True)
-    everything = float(np.sqrt(sum((each**2).sum() for each in grads)))
+    everything = float(np.sqrt(sum((rows**2).sum() for rows in grads)))
     for stats, table, grad, count in zip(handle.stats().values(), case.initial()[0], grads, counts, strict=True):
         weights = table[count > 0].astype(np.float64)
         if rule == RULE:
@@ -99,8 +99,8 @@ def test_shares_that_other_limits_would_clip(attach: Any, backend: str) -> None:
     case, seen = small_problem(steps=4), list[dict[str, Tensor]]()
     model = sharded_model(case)
     handle = attach(model, RULE)
-    for each in lookups_of(handle):
-        run_on(backend, each)
+    for lookup in lookups_of(handle):
+        run_on(backend, lookup)
     for step in range(case.steps):
         train_step(case, model, step)
         seen.append(handle.latest_ratios())
@@ -114,7 +114,7 @@ def test_shares_that_other_limits_would_clip(attach: Any, backend: str) -> None:
             ratios = torch.cat([own[table] for own in seen[1 if step == 1 else 3 :]])
             assert tuple(shares) == scales
             for scale, share in shares.items():
-                least, most = (float((ratios > scale * each).float().mean()) for each in (1.04, 0.96))
+                least, most = (float((ratios > scale * factor).float().mean()) for factor in (1.04, 0.96))
                 assert least - 1e-6 <= share <= most + 1e-6
             assert shares[1.0] == pytest.approx(handle.stats()[table].clipped_share)
     refused(r"scales of limits must be in \[1e-7, 1e7\], got 0", handle.clipped_shares, [0.0])
@@ -357,14 +357,14 @@ def attached_now_and_then(rank: int, folder: str) -> None:
                 handle.remove()
             if step in (0, 3, 7):
                 handle = attach_cowclip(model, CowClip(r=1e6, zeta=1e6))  # which clips no row
-            for each in (plain, model):
-                optimizer = dense_optimizer(case, each)
+            for trained in (plain, model):
+                optimizer = dense_optimizer(case, trained)
                 optimizer.zero_grad()
-                train_step(case, each, step)
+                train_step(case, trained, step)
                 optimizer.step()
         for table in ("t0", "t2"):
             path = f"c0.embedding_bags.{table}.weight"
-            weight, expected = (each.module.state_dict()[path] for each in (model, plain))
+            weight, expected = (trained.module.state_dict()[path] for trained in (model, plain))
             torch.testing.assert_close(weight, expected)
             first = weight.clone()
             dist.broadcast(first, 0)
@@ -451,9 +451,9 @@ def test_a_batch_may_be_overwritten_after_its_backward(optimizer: str, case: dic
             model(batch)[0].backward()
             if overwritten:
                 (ids,) = batch.ids
-                for each in (ids.values(), ids.offsets(), ids.weights_or_none()):
-                    if each is not None:
-                        each.zero_()
+                for tensor in (ids.values(), ids.offsets(), ids.weights_or_none()):
+                    if tensor is not None:
+                        tensor.zero_()
         trained.append(state_of(model))
     assert_equal(*trained)
 
@@ -477,7 +477,7 @@ def attached_outside_of_ddp(rank: int, folder: str) -> None:
             states, wrapped = [], []
             for prepare in (leave_out_of_ddp, lambda _: None):
                 model = sharded_model(case, prepare=prepare)
-                wrapped.append(any(isinstance(each, DistributedDataParallel) for each in model.module.c0._lookups))
+                wrapped.append(any(isinstance(lookup, DistributedDataParallel) for lookup in model.module.c0._lookups))
                 ATTACH[optimizer](model)
                 dense = dense_optimizer(case, model)
                 for step in range(case.steps):

@@ -33,7 +33,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 TABLES = (Table(40, 8, ("a",)), Table(7, 8, ("b",)), Table(300, 8, ("c", "d")))
 IDS = Collection(TABLES, weighted=True)
 SINGLE = Collection(TABLES, max_ids=1)
-MEANS = tuple(replace(each, pooling="mean") for each in TABLES)
+MEANS = tuple(replace(table, pooling="mean") for table in TABLES)
 SPLIT = replace(TABLES[2], plan="column_wise", shards=((0, 4), (0, 4)))
 OTHER_PLANS = (replace(TABLES[0], plan="row_wise"), replace(TABLES[1], plan="data_parallel"), SPLIT)
 KINDS: dict[str, dict[str, Any]] = {
@@ -129,8 +129,8 @@ def test_tables_in_unified_memory_train_like_those_on_the_device(absent_rows: st
         for step in range(case.steps):
             train_step(case, model, step)
         optimizer.flush()
-        flats = [each for adam in optimizer.lookups for each in (adam.exp_avg, adam.exp_avg_sq)]
-        assert all(torch.ops.fbgemm.is_uvm_tensor(each) == (sharding != "table_wise") for each in flats)
+        flats = [moment for adam in optimizer.lookups for moment in (adam.exp_avg, adam.exp_avg_sq)]
+        assert all(torch.ops.fbgemm.is_uvm_tensor(flat) == (sharding != "table_wise") for flat in flats)
         trained.append(state_of(model))
     assert_equal(*trained)
 

@@ -92,7 +92,9 @@ def backward(model: Any, ids: KeyedJaggedTensor, target: torch.Tensor) -> None:
 def test_the_table_is_clipped_and_the_positions_get_their_gradients(sharding: str) -> None:
     model = position_weighted_model(sharding)
     handle = attach_cowclip(model, RULE)
-    dense = torch.optim.SGD([each for _, each in in_backward_optimizer_filter(model.named_parameters())], lr=LR)
+    dense = torch.optim.SGD(
+        [parameter for _, parameter in in_backward_optimizer_filter(model.named_parameters())], lr=LR
+    )
     for ids, target in batches():
         expected = {name: value.double() for name, value in weights_of(model).items()}
         for name, grad in gradients_in_float64(model, ids, target).items():
@@ -133,7 +135,9 @@ def test_a_scaler_finds_an_overflow_in_the_gradients_of_the_positions(sharding: 
         EmbeddingAdam(model, AdamConfig(lr=0.01), RULE, grad_scaler=scaler)
     else:
         attach_cowclip(model, RULE, grad_scaler=scaler)
-    dense = torch.optim.SGD([each for _, each in in_backward_optimizer_filter(model.named_parameters())], lr=LR)
+    dense = torch.optim.SGD(
+        [parameter for _, parameter in in_backward_optimizer_filter(model.named_parameters())], lr=LR
+    )
     before = {name: value.clone() for name, value in weights_of(model).items()}
     for overflows in (True, False):
         ids, target = batches()[0]

@@ -43,9 +43,9 @@ def cases() -> dict[tuple[str, str], dict[str, Any]]:
         if (k + p) % 2 or plan not in PLANS_OF_KIND.get(kind, PLANS):
             continue
         # Row-wise Adagrad has one state for each column shard, and torch has no dense one.
-        whole = not any(each in plan for each in ("column", "grid", "data_parallel"))
-        optimizers = [each for each in OPTIMIZERS if whole or each != "rowwise_adagrad"]
-        optimizers = [each for each in optimizers if (kind, each) != ("a variable batch size", "adagrad")]
+        whole = not any(name in plan for name in ("column", "grid", "data_parallel"))
+        optimizers = [name for name in OPTIMIZERS if whole or name != "rowwise_adagrad"]
+        optimizers = [name for name in optimizers if (kind, name) != ("a variable batch size", "adagrad")]
         optimizer = optimizers[(k // 2 + p) % len(optimizers)]
         more = {"lr": 1e-2, "l2": 1e-3, "eps": 1e-6} if optimizer in ADAM else {}
         if kind == "leading columns" and optimizer in STOCK:

@@ -93,8 +93,8 @@ def test_checks_the_first_steps_that_clip(tmp_path: Path) -> None:
     case = small_problem(rows=(40,), features=(("a",),), steps=4)
     with process_group(0, 1, str(tmp_path)):
         assert not any(messages(case, offloads, CowClip(r=1e6, zeta=1e6)))
-        assert [bool(each) for each in messages(case, offloads)] == [True, False, False, False]
-        assert [bool(each) for each in messages(case, offloads, verify=2)] == [True, True, False, False]
+        assert [bool(message) for message in messages(case, offloads)] == [True, False, False, False]
+        assert [bool(message) for message in messages(case, offloads, verify=2)] == [True, True, False, False]
         assert not any(messages(case, offloads, verify=0))
         # FBGEMM's own L2 is in the gradient on CUDA alone.
         l2 = {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2}

@@ -35,7 +35,7 @@ def test_estimates_are_never_too_low_and_rarely_exceed_the_bound(panes: int) -> 
     The test requires some estimates to be too high: otherwise it would show nothing.
     """
     config, rng = Admission("count", 9, window=4 * (panes > 1), counters=512), np.random.default_rng(panes)
-    state, location, table = (np.zeros(1, each)[0] for each in (SEGMENT_STATE, SEGMENT_LOCATION, TABLE_SETTINGS))
+    state, location, table = (np.zeros(1, dtype)[0] for dtype in (SEGMENT_STATE, SEGMENT_LOCATION, TABLE_SETTINGS))
     lines = config.lines(1)
     table["panes"], table["lines"] = panes, lines
     cells, exact, beyond = np.zeros(512, np.uint16), np.zeros((10, 2002), np.int64), []
@@ -85,7 +85,7 @@ def test_admission_by_a_small_sketch(window: int) -> None:
 
 def test_counts_of_another_window_are_not_loaded() -> None:
     """Their panes would never expire, or admit ids that were not counted."""
-    (saved, other) = (tables_with(Admission("count", 2, window=each, counters=8192)) for each in (4000, 8000))
+    (saved, other) = (tables_with(Admission("count", 2, window=window, counters=8192)) for window in (4000, 8000))
     refused(
         "differ from these in names, capacities, features, counters, windows", other.load_state_dict, saved.state_dict()
     )

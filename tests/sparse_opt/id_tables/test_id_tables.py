@@ -105,11 +105,11 @@ def test_batches_in_random_order_of_time(before: bool) -> None:
     timed = table(400, when_full="refuse", expire_after=10 * day, admission=count(window=day))
     plain = table(400, when_full="refuse", admission=count())
     last = dict.fromkeys(range(2, 302), -1)
-    for each in (timed, plain) if before else ():
-        each.assign(*one(7, 7, 7, 8, 8), np.full(5, 90 * day))
+    for own in (timed, plain) if before else ():
+        own.assign(*one(7, 7, 7, 8, 8), np.full(5, 90 * day))
         last[7] = 90 * day
     for part in np.array_split(np.arange(4000), 40):
-        rows, expected = (each.assign(*one(*ids[part]), times[part], in_order=False)[0] for each in (timed, plain))
+        rows, expected = (table.assign(*one(*ids[part]), times[part], in_order=False)[0] for table in (timed, plain))
         assert rows.tolist() == expected.tolist()
         for id, seen in zip(ids[part][rows > 0].tolist(), times[part][rows > 0].tolist(), strict=True):
             last[id] = max(last[id], seen)
@@ -253,4 +253,4 @@ def test_the_hash_is_splitmix() -> None:
     """The hash is part of trained models: it must never change."""
     ids = np.array([0, 2, -1, 1 << 62, -(1 << 63)], np.int64)
     for feature in (0, 1, 7):
-        assert hashed_ids(ids, feature).tolist() == [hash_of(int(each), feature) for each in ids]
+        assert hashed_ids(ids, feature).tolist() == [hash_of(int(id_), feature) for id_ in ids]

@@ -13,10 +13,10 @@ def test_ranges_are_operators_to_which_the_profiler_ascribes_kernels() -> None:
     """It ascribes no kernel that Triton launches to a range of the user's; parts of a range belong to it."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found, profiled("outer"), profiled("inner"):
         torch.ones(8, 8) @ torch.ones(8, 8)
-    events = {each.name: each for each in found.events()}
+    events = {event.name: event for event in found.events()}
     inner, outer = events["inner"], events["outer"]
     assert (inner.scope, outer.scope) == (OPERATOR, OPERATOR)
     assert inner.cpu_parent is outer
-    assert "aten::matmul" in {each.name for each in inner.cpu_children}
+    assert "aten::matmul" in {child.name for child in inner.cpu_children}
     assert outer.cpu_time_total >= inner.cpu_time_total > 0
-    assert not [each for each in (inner, outer) if each.is_user_annotation]
+    assert not [event for event in (inner, outer) if event.is_user_annotation]

@@ -116,8 +116,8 @@ def compare_arithmetic(device: torch.device) -> None:
     numerators = np.concatenate([special, -special, drawn, -drawn])
     denominators = np.concatenate([np.repeat(1e-7, 2 * len(special)), 10.0 ** rng.uniform(-12, 6, 8000)])
     denominators = denominators.astype(np.float32)
-    given = [torch.from_numpy(each).to(device) for each in (numerators, denominators)]
-    found = [torch.empty_like(each) for each in given]
+    given = [torch.from_numpy(tensor).to(device) for tensor in (numerators, denominators)]
+    found = [torch.empty_like(tensor) for tensor in given]
     _root_and_divide[(triton.cdiv(len(numerators), 1024),)](*given, *found, len(numerators), BLOCK=1024)
     with np.errstate(all="ignore"):
         expected = np.sqrt(numerators), numerators / denominators
@@ -157,7 +157,7 @@ def compare_rows(
 
     config, lr_factor, rows = CASES[case], LR_FACTORS[case], len(weights)
     arrays = [weights, (weights * 1e-3).astype(np.float32), (weights**2 * 1e-3).astype(np.float32)]
-    state = AdamState(*(torch.from_numpy(each.ravel()) for each in arrays))
+    state = AdamState(*(torch.from_numpy(array.ravel()) for array in arrays))
     constants = adam_constants(config)
     thresholds = RestThresholds(config.lr, 1e-11, 1e-11 * config.eps * constants.one_minus_beta1)
     history = StepHistory(config, torch.device("cpu"))
@@ -172,10 +172,10 @@ def compare_rows(
     clips = TableClips(torch.tensor([10]), torch.tensor([1e-5]), torch.tensor([1e-9]), torch.tensor([True]))
 
     def copied(values: Any, to: torch.device) -> Any:
-        return values._make(each.clone().to(to) if isinstance(each, torch.Tensor) else each for each in values)
+        return values._make(value.clone().to(to) if isinstance(value, torch.Tensor) else value for value in values)
 
     on_cpu, steps_on_cpu = copied(state, torch.device("cpu")), copied(on_steps, torch.device("cpu"))
-    behind = StaleRows(*(each[stale.last < steps] for each in stale))
+    behind = StaleRows(*(column[stale.last < steps] for column in stale))
     tuples = map(to_numpy, (behind, on_cpu, steps_on_cpu))
     arguments = (0, 1, DIM, np.float32(lr_factor), *tuples, to_float32(constants), to_float32(thresholds))
     if clipped:
@@ -184,8 +184,8 @@ def compare_rows(
         replay_rows(*arguments)
 
     layout, clips, on_device, on_steps, order = (
-        copied(each, device) if isinstance(each, tuple) else each.to(device)
-        for each in (layout, clips, state, on_steps, order)
+        copied(tensor, device) if isinstance(tensor, tuple) else tensor.to(device)
+        for tensor in (layout, clips, state, on_steps, order)
     )
     replay_rows_on_device(
         order, distinct_begins(order), layout, clips if clipped else None, on_device, on_steps, constants, thresholds
@@ -227,7 +227,7 @@ def compare_turns() -> None:
 
 def compare_training(problem: drawing.Problem) -> None:
     """Trains with the kernels of either back end."""
-    got, expected = (training.train(replace(problem, backend=each)) for each in ("triton", "compiled"))
+    got, expected = (training.train(replace(problem, backend=backend)) for backend in ("triton", "compiled"))
     assert got.stats == expected.stats
     for key, value in expected.state.items():
         np.testing.assert_array_equal(got.state[key], value, err_msg=key)
@@ -240,7 +240,7 @@ def draw(batch: int) -> tuple[LookupLayout, LookupBags]:
     lengths = rng.integers(0, 5, (len(feature_table), batch))
     counts = zip(rows[feature_table].tolist(), lengths.sum(1), strict=True)
     indices = np.concatenate([np.minimum(rng.zipf(1.5, count) - 1, own - 1) for own, count in counts])
-    starts = ((each.cumsum(0) - each) for each in (rows * dims, rows))
+    starts = ((sizes.cumsum(0) - sizes) for sizes in (rows * dims, rows))
     layout = LookupLayout(rows, dims, *starts, 12, int((rows * dims).sum()), len(rows), int(rows.sum()))
     offsets = torch.from_numpy(np.concatenate([[0], lengths.ravel().cumsum()]))
     bags = BagsOfLookup(feature_table, dims.numpy(), torch.device("cpu"))
@@ -308,7 +308,7 @@ def compare_far() -> None:
             replay_rows_on_device(ids.row, ids.begin, layout, None, state, steps, constants, thresholds)
             taken.add_(1)
             results = DeviceRows(layout, ids, None, output_grad).update(clips, state, steps, constants, replays=True)
-            trained.append([*(each[first * DIM :].clone() for each in state), last[first:].clone(), results.ratio[:4]])
+            trained.append([*(flat[first * DIM :].clone() for flat in state), last[first:].clone(), results.ratio[:4]])
     for near, far in zip(*trained, strict=True):
         np.testing.assert_array_equal(far.numpy(), near.numpy())
     assert trained[0][3].tolist() == [20, 20, 2, 20, 4, 5, 6, 20]
@@ -327,8 +327,8 @@ if __name__ == "__main__":
     triton_rows.BLOCK, triton_rows.IDS = 4, 2  # small, so that rows of small batches fill blocks of ids
     triton_rows.GROUP, triton_rows.LEAST_BLOCKS = 2, 2  # and groups of such blocks
     with tempfile.TemporaryDirectory() as folder, process_group(0, 1, folder):
-        for each in TRAININGS:
-            compare_training(each)
+        for name in TRAININGS:
+            compare_training(name)
             print("equal")
     for case in sys.argv[1].split("|"):
         for with_clip in (False, True):

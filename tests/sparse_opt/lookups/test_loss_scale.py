@@ -52,7 +52,7 @@ def model_of(case: Problem) -> nn.Module:
 
 def attach(model: nn.Module, case: Problem, **more: Any) -> Any:
     kind = case.optimizer.split()[-1]
-    more["exclude"] = [case.name(*each) for each in case.exclude]
+    more["exclude"] = [case.name(*place) for place in case.exclude]
     if kind in ("replay", "dense", "lazy"):
         return EmbeddingAdam(model, AdamConfig(lr=1e-2, l2=1e-3, absent_rows=kind), RULE, **more)
     rule = RULE if case.rule[0] == "none" else FieldClip(**case.rule[1])
@@ -110,7 +110,7 @@ def test_an_overflow_is_a_gradient_of_zeros(group: None, name: str) -> None:
     zeros = trained(CASES[name], 2.0**10, ("", "zeros" if is_adam else "left out", ""))
     got = trained(CASES[name], 2.0**10, ("", "overflow", ""))
     assert_equal(got, zeros)
-    assert all(np.isfinite(each).all() for each in got.values())
+    assert all(np.isfinite(tensor).all() for tensor in got.values())
 
 
 def test_trained_weights_of_ids_show_an_overflow_to_the_scaler(group: None) -> None:
@@ -119,7 +119,7 @@ def test_trained_weights_of_ids_show_an_overflow_to_the_scaler(group: None) -> N
     for attached in (attach, lambda model, *_, **more: EmbeddingAdam(model, AdamConfig(lr=0.1), RULE, **more)):
         model, scaler = model_of(case), GradScaler("cpu", init_scale=2.0**10)
         attached(model, case, grad_scaler=scaler)
-        collection = next(each for each in model.modules() if isinstance(each, ShardedEmbeddingBagCollection))
+        collection = next(module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection))
         keys = batch_of(case, case.batches()[0], 0, 1).ids[0].keys()
         for factor, finite in ((1.0, True), (torch.inf, False)):
             weights, ones = torch.rand(2 * len(keys), requires_grad=True), torch.ones(2 * len(keys), dtype=torch.int64)
@@ -165,9 +165,9 @@ def two_ranks(rank: int, folder: str) -> None:
     with process_group(rank, 2, folder):
         for case in OF_TWO:
             kinds = ("", "zeros", ""), ("", "overflow", "")
-            zeros, overflow = (trained(case, 2.0**10, each) for each in kinds)
+            zeros, overflow = (trained(case, 2.0**10, kind) for kind in kinds)
             own = tuple(f"c0.t{t}" for _, t in case.exclude or ALL)  # looked up together
-            assert_equal(*({key: each[key] for key in each if key.startswith(own)} for each in (overflow, zeros)))
+            assert_equal(*({key: state[key] for key in state if key.startswith(own)} for state in (overflow, zeros)))
 
 
 def test_an_overflow_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def first_backward(scaler: GradScaler, **told: Any) -> list[str]:
             for step in range(2):
                 scaled_step(model, case, step, scaler)
         attached.remove()
-        found += [str(each.message) for each in caught if each.category is RuntimeWarning]
+        found += [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
     return found
 
 
@@ -195,14 +195,18 @@ def test_an_unnamed_scaler_is_reported_once(group: None) -> None:
     scaler = GradScaler("cpu", init_scale=512.0)
     messages = first_backward(scaler)
     assert len(messages) == 2
-    assert all("a GradScaler with scale 512 is in use" in each and "grad_scaler=scaler" in each for each in messages)
+    assert all(
+        "a GradScaler with scale 512 is in use" in message and "grad_scaler=scaler" in message for message in messages
+    )
     assert not first_backward(scaler, grad_scaler=scaler)
     assert not first_backward(scaler, grad_scaler=GradScaler("cpu", enabled=False))
     del scaler
     assert not first_backward(GradScaler("cpu", enabled=False))
 
 
-@pytest.mark.parametrize("case", [small_problem(optimizer="half", **each) for each in (SINGLE, {"sequence": True})])
+@pytest.mark.parametrize(
+    "case", [small_problem(optimizer="half", **settings) for settings in (SINGLE, {"sequence": True})]
+)
 def test_half_precision_outputs_that_would_hold_unscaled_gradients_are_refused(group: None, case: Problem) -> None:
     model = model_of(case)
     single = {"single_id_bags": case.single_id_bags}

@@ -33,7 +33,7 @@ class Towers(nn.Module):
             self.add_module(name, sharded_model(case))
 
     def tables(self) -> dict[str, np.ndarray]:
-        return {f"{name}.{key}": own for name, each in self.named_children() for key, own in state_of(each).items()}
+        return {f"{name}.{key}": own for name, module in self.named_children() for key, own in state_of(module).items()}
 
 
 def step_of(model: nn.Module, optimizer: EmbeddingAdam, tower: str, step: int) -> None:
@@ -63,7 +63,7 @@ def test_towers_with_tables_of_one_name_and_steps_of_their_own(mode: str) -> Non
                 step_of(getattr(model, tower), optimizer, tower, step)
         if step == 9:
             assert optimizer.stats().keys() == {f"{tower}.c0.t{t}" for tower in TOWERS for t in range(2)}
-            saved, of_model = io.BytesIO(), {name: each.state_dict() for name, each in model.named_children()}
+            saved, of_model = io.BytesIO(), {name: module.state_dict() for name, module in model.named_children()}
             torch.save((of_model, optimizer.state_dict()), saved)
             saved.seek(0)
             of_model, of_optimizer = torch.load(saved, weights_only=False)
@@ -98,7 +98,7 @@ class Stop(Exception):
 @contextmanager
 def failing_before(model: nn.Module, table: str) -> Iterator[None]:
     """Lets the backward of a table's lookup fail before its update."""
-    (lookup,) = (each for each in ModelInventory(model).lookups if each.shards[0].name == table)
+    (lookup,) = (found for found in ModelInventory(model).lookups if found.shards[0].name == table)
     wrapped = lookup.module.forward
 
     def fails(_: Any) -> None:

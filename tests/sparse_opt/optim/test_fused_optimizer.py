@@ -182,11 +182,11 @@ def test_removal_gives_the_fused_optimizers_back() -> None:
     model = sharded_model(CASE)
     fused = model.fused_optimizer
     groups, state = fused.param_groups, fused.state_dict()
-    before = [dict(each) for each in groups]
+    before = [dict(group) for group in groups]
     adam = EmbeddingAdam(model, ADAM, RULE)
     train_falling(CASE, model, fused, 0, 3)
     adam.remove()
-    assert [dict(each) for each in fused.param_groups] == before
+    assert [dict(group) for group in fused.param_groups] == before
     assert all(one is other for one, other in zip(groups, fused.param_groups, strict=True))
     assert fused.state_dict().keys() == state.keys()
     EmbeddingAdam(model, ADAM, RULE).remove()
@@ -241,7 +241,7 @@ def test_rows_keep_first_moments_while_the_rate_is_zero() -> None:
 
 # Rows that others write.
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {key.split(".")[-2]: each for key, each in model.named_parameters() if key.endswith(".weight")}
+    return {key.split(".")[-2]: parameter for key, parameter in model.named_parameters() if key.endswith(".weight")}
 
 
 @pytest.mark.parametrize("plan", ["table-wise", "data-parallel", "both"])
@@ -299,7 +299,9 @@ def test_rows_written_with_an_earlier_copy_of_the_state_do_not_pass_silently() -
     """Through the tensors of a ``state_dict()`` too, which share the tables' memory."""
     model, adam = started()
     part = (
-        next(each for each in model.state_dict().values() if isinstance(each, ShardedTensor)).local_shards()[0].tensor
+        next(tensor for tensor in model.state_dict().values() if isinstance(tensor, ShardedTensor))
+        .local_shards()[0]
+        .tensor
     )
     for step in range(4):
         train_step(CASE, model, step)

@@ -139,11 +139,11 @@ def _follow(file: Path, golden: Golden, absent_rows: str, process: Process) -> N
         assert abs(total.item() / len(batch.label) - golden["data_loss"][step - 1]) <= LOSS_TOLERANCE, file.name
         if step not in RECORDED_STEPS:
             continue
-        weights = {key: torch.from_numpy(gathered(each)) for key, each in _tables(model.state_dict()).items()}
+        weights = {key: torch.from_numpy(gathered(table)) for key, table in _tables(model.state_dict()).items()}
         embedding.flush()
         moments = {key.split(".")[-2]: own for key, own in embedding.state_dict()["state"].items()}
         found = {
-            field: [torch.from_numpy(gathered(own[each])) for each in ("exp_avg", "exp_avg_sq")]
+            field: [torch.from_numpy(gathered(own[moment])) for moment in ("exp_avg", "exp_avg_sq")]
             for field, own in moments.items()
         }
         if not process.is_first:
@@ -175,7 +175,7 @@ def _gradient_like(model: nn.Module, view: Tensor) -> Tensor:
 
 def _sharded(task: TrainTask, process: Process) -> DistributedModelParallel:
     sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD})
-    (collection,) = (each for each in task.modules() if isinstance(each, EmbeddingBagCollection))
+    (collection,) = (module for module in task.modules() if isinstance(module, EmbeddingBagCollection))
     names = [table.name for table in collection.embedding_bag_configs()]
     plan = sharding_plan(task, dict.fromkeys(names, "row_wise"), RunConfig(), process, sharder)
     return DistributedModelParallel(task, device=process.device, plan=plan, sharders=[sharder])

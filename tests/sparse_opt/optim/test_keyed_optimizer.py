@@ -63,8 +63,8 @@ def test_schedulers_drive_the_next_backward(name: str) -> None:
         rates.append(oracle.param_groups[0]["lr"])
         optimizer.zero_grad()
         train_step(CASE, model, step)
-        for each in (optimizer, scheduler, oracle, its_scheduler):
-            each.step(*(loss if each in (scheduler, its_scheduler) else ()))
+        for driver in (optimizer, scheduler, oracle, its_scheduler):
+            driver.step(*(loss if driver in (scheduler, its_scheduler) else ()))
     assert len(set(rates)) > 2
     assert_equal(state_of(model, optimizer), trained_at(rates))
 
@@ -92,7 +92,7 @@ STAGES = [WarmupStage(WarmupPolicy.LINEAR, 4, 0.1), WarmupStage(WarmupPolicy.POL
 
 
 def warmup(optimizer: KeyedOptimizer) -> WarmupOptimizer:
-    return WarmupOptimizer(optimizer, [replace(each) for each in STAGES], lr=ADAM.lr)
+    return WarmupOptimizer(optimizer, [replace(stage) for stage in STAGES], lr=ADAM.lr)
 
 
 def combined(optimizer: KeyedOptimizer) -> CombinedOptimizer:
@@ -174,15 +174,15 @@ def test_weights_written_in_place_are_kept_where_no_optimizer_is_loaded() -> Non
     model, adam = started()
     state = model.state_dict()
     train(model, adam, range(3))
-    parts = [each.local_shards()[0].tensor for each in state.values() if isinstance(each, ShardedTensor)]
+    parts = [tensor.local_shards()[0].tensor for tensor in state.values() if isinstance(tensor, ShardedTensor)]
     assert len(parts) == 2
     for part in parts:
         part.fill_(0.5)
     model.load_state_dict(state)
     assert int(next(iter(adam.state_dict()["state"].values()))["step"]) == 3
-    for key, each in model.state_dict().items():
-        if isinstance(each, ShardedTensor):
-            assert (each.local_shards()[0].tensor == 0.5).all(), key
+    for key, tensor in model.state_dict().items():
+        if isinstance(tensor, ShardedTensor):
+            assert (tensor.local_shards()[0].tensor == 0.5).all(), key
 
 
 # Each way of saving meets each order of saving and of loading.
@@ -213,7 +213,7 @@ def test_model_and_optimizer_are_saved_and_loaded_in_any_order(
     model, optimizer = started()
     parts = {"model": model, "optimizer": optimizer}
     with optimizer.as_stored() if stored else nullcontext():
-        for name in sorted(parts, key=lambda each: each != loaded_first):
+        for name in sorted(parts, key=lambda name: name != loaded_first):
             if library == "dcp":
                 state = parts[name].state_dict()
                 dcp.load(state, checkpoint_id=tmp_path / name)
@@ -283,7 +283,7 @@ def _resume(rank: int, folder: str) -> None:
         {"rows": (60,), "features": (("a",),)},
     )
     with process_group(rank, 2, folder):
-        alone = [dist.new_group([each]) for each in (0, 1)][rank]
+        alone = [dist.new_group([rank]) for rank in (0, 1)][rank]
         if rank == 0:  # whoever has no part in a model is not waited for
             model = sharded_model(CASE, env=ShardingEnv.from_process_group(alone))
             optimizer = EmbeddingAdam(model, ADAM, RULE)

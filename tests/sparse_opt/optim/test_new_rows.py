@@ -103,7 +103,7 @@ class Training:
         self.model(batch[0])[0].backward()
 
     def weights(self) -> Tensor:
-        (weight,) = (each for name, each in self.model.state_dict().items() if name.endswith(".weight"))
+        (weight,) = (tensor for name, tensor in self.model.state_dict().items() if name.endswith(".weight"))
         return weight.local_shards()[0].tensor.clone()
 
 
@@ -162,8 +162,8 @@ def two_ranks(rank: int, folder: str) -> None:
         one_row = NewRows(*np.array([[0], [0], [77], [0]]))
         model = sharded_model(small_problem(rows=(1,), features=(("a",),), sharding="row_wise", world=2))
         RowInitializer(model, None, ["t0"], **STARTED).reset(one_row)
-        (weight,) = (each for name, each in model.state_dict().items() if name.endswith(".weight"))
-        rows = torch.cat([each.tensor for each in weight.local_shards()])
+        (weight,) = (tensor for name, tensor in model.state_dict().items() if name.endswith(".weight"))
+        rows = torch.cat([shard.tensor for shard in weight.local_shards()])
         assert torch.equal(rows, new_row("t0")[None][rank:])  # the second rank holds none
         model = sharded_model(small_problem(sequence=True, world=2))
         model.module.c0._use_index_dedup = rank == 0
@@ -300,7 +300,7 @@ def test_rows_of_managed_collision_are_clipped(bags: bool) -> None:
     torch.manual_seed(0)
     model = sharded(bags)
     handle = attach_cowclip(model, CowClip(r=0.37, zeta=1e-3))
-    (weights,) = (each for key, each in model.state_dict().items() if key.endswith("t.weight"))
+    (weights,) = (tensor for key, tensor in model.state_dict().items() if key.endswith("t.weight"))
     (shard,) = weights.local_shards()
     for step in range(20):
         found, rows = looked_up(model, step)
@@ -334,7 +334,7 @@ def test_evicted_rows_lose_their_moments(absent_rows: str, bags: bool) -> None:
         before = adam.exp_avg.view(ROWS, DIM).clone()
         evict(rows)
         gone = torch.zeros(ROWS, dtype=torch.bool)
-        gone[torch.cat([each for each in rows.values() if each is not None] or [torch.arange(0)])] = True
+        gone[torch.cat([row for row in rows.values() if row is not None] or [torch.arange(0)])] = True
         assert torch.equal(adam.exp_avg.view(ROWS, DIM), before.where(~gone[:, None], 0))
         assert not adam.exp_avg_sq.view(ROWS, DIM)[gone].any()
         assert not adam.replays or (adam.last_step[gone] == adam.step).all()

@@ -125,8 +125,8 @@ def test_a_pipeline_goes_on_from_weights_that_were_written_in_place() -> None:
     for train in (run, loop):
         model, optimizer = started("replay")
         state = model.state_dict()
-        parts = [each.local_shards()[0].tensor for each in state.values() if hasattr(each, "local_shards")]
-        saved = [each.clone() for each in parts]
+        parts = [tensor.local_shards()[0].tensor for tensor in state.values() if hasattr(tensor, "local_shards")]
+        saved = [shard.clone() for shard in parts]
         loop(model, optimizer, batches()[:6])
         for part, earlier in zip(parts, saved, strict=True):
             part.copy_(earlier)

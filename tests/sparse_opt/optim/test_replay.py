@@ -92,7 +92,7 @@ def train(stream: Stream, absent_rows: str) -> tuple[dict[int, Tensors], Tensors
     optimizer = EmbeddingAdam(model, config, stream.rule, **settings)
     states: dict[int, Tensors] = {}
     shards = {key: tensors_here(value) for key, value in current(model, optimizer).items()}
-    largest = {key: [abs(each).amax(1) for each in of_key] for key, of_key in shards.items()}
+    largest = {key: [abs(array).amax(1) for array in of_key] for key, of_key in shards.items()}
     for step in range(stream.steps + 1):
         if step and stream.schedule:
             optimizer.lr = stream.schedule(step)
@@ -100,15 +100,15 @@ def train(stream: Stream, absent_rows: str) -> tuple[dict[int, Tensors], Tensors
             model(stream.batch(step))[0].backward()
         if absent_rows == "dense":
             for key, of_key in shards.items():
-                for most, each in zip(largest[key], of_key, strict=True):
-                    torch.maximum(most, abs(each).amax(1), out=most)
+                for most, array in zip(largest[key], of_key, strict=True):
+                    torch.maximum(most, abs(array).amax(1), out=most)
         if step in stream.read_at:
             with torch.no_grad():  # the ids of another step
                 model(stream.batch(step // 37 * 37 or 37))
             model.state_dict()
         if step in (*stream.compared_at, stream.steps):
             states[step] = {key: gathered(value).copy() for key, value in current(model, optimizer).items()}
-    scales = {key: np.concatenate([each.numpy() for each in of_key]) for key, of_key in largest.items() if of_key}
+    scales = {key: np.concatenate([array.numpy() for array in of_key]) for key, of_key in largest.items() if of_key}
     optimizer.remove()
     return states, scales
 
@@ -272,7 +272,7 @@ def test_weights_loaded_while_rows_are_behind(loaded: str) -> None:
         optimizer = EmbeddingAdam(model, replace(STREAMS["paper"].adam, absent_rows=absent_rows))
         for step in range(1, 60):
             if step == 30:
-                parts = {key: each for key, each in given.items() if key.split(".")[-2:][0] in loaded.split()}
+                parts = {key: tensor for key, tensor in given.items() if key.split(".")[-2:][0] in loaded.split()}
                 model.load_state_dict(parts, strict=False)
             model(STREAMS["paper"].batch(step))[0].backward()
         states.append(state_of(model, optimizer))
@@ -293,7 +293,7 @@ def test_moments_loaded_while_rows_are_behind(loaded: str, combined: bool) -> No
             if step == 30:
                 (CombinedOptimizer([optimizer]) if combined else optimizer).load_state_dict(new)
                 if loaded:
-                    parts = {key: each for key, each in given.items() if key.split(".")[-2:][0] == loaded}
+                    parts = {key: tensor for key, tensor in given.items() if key.split(".")[-2:][0] == loaded}
                     model.load_state_dict(parts, strict=False)
             model(STREAMS["paper"].batch(step))[0].backward()
         states.append(state_of(model, optimizer))

@@ -30,9 +30,9 @@ def test_tables_of_several_collections() -> None:
     names = [f"{path}.t{number}" for path in ("user", "item") for number in range(3)]
     assert list(inventory.tables) == [*names, "other"]
     assert list(inventory.tables_of(item)) == names[3:]
-    assert [name for name, each in inventory.tables.items() if each.is_replicated] == ["user.t0", "user.t2"]
-    assert [name for name, each in inventory.tables.items() if each.column_ranks] == ["item.t0", "item.t2"]
-    assert [name for name, each in inventory.tables.items() if not each.is_sharded] == ["other"]
+    assert [name for name, table in inventory.tables.items() if table.is_replicated] == ["user.t0", "user.t2"]
+    assert [name for name, table in inventory.tables.items() if table.column_ranks] == ["item.t0", "item.t2"]
+    assert [name for name, table in inventory.tables.items() if not table.is_sharded] == ["other"]
     assert inventory.tables["other"].rows == 5
     assert inventory.unclippable.keys() == {"other"}
     assert "is not sharded; wrap the model" in inventory.unclippable["other"]

@@ -62,7 +62,7 @@ def train(case: Problem, attached: str, *, direct: bool, ids: torch.dtype = torc
         with torch.no_grad():
             last = model.module.c0(batch.ids0)
         model.train()
-        results += [each.detach().clone() for output in (pooled, last.to_dict()) for each in output.values()]
+        results += [tensor.detach().clone() for output in (pooled, last.to_dict()) for tensor in output.values()]
     return [*results, *map(torch.from_numpy, state_of(model).values())], last
 
 
@@ -74,7 +74,7 @@ def train(case: Problem, attached: str, *, direct: bool, ids: torch.dtype = torc
 def test_bits_of_torchrecs_forward(name: str, attached: str) -> None:
     """And nothing is exchanged, so that there is no output to wait for."""
     case = (DIRECT | STOCK | COPIES)[name]
-    (results, last), (expected, awaited) = (train(case, attached, direct=each) for each in (True, False))
+    (results, last), (expected, awaited) = (train(case, attached, direct=direct) for direct in (True, False))
     assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
     assert isinstance(last, KeyedTensor) == (name not in STOCK)
     assert last.keys() == awaited.keys()
@@ -86,5 +86,7 @@ def test_bits_of_torchrecs_forward(name: str, attached: str) -> None:
 def test_ids_of_32_bits(attached: str) -> None:
     """They train alike, though TorchRec's forward would convert them to 64 bits first."""
     case = DIRECT["weights"]
-    (results, _), (expected, _) = (train(case, attached, direct=True, ids=each) for each in (torch.int32, torch.int64))
+    (results, _), (expected, _) = (
+        train(case, attached, direct=True, ids=dtype) for dtype in (torch.int32, torch.int64)
+    )
     assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))

@@ -30,21 +30,21 @@ pytest_plugins = ["one_group"]
 def test_replicated_tables() -> None:
     mixed = sharded_model(small_problem(sharding="data_parallel,table_wise,data_parallel"))
     inventory = ModelInventory(mixed)
-    assert {name for name, each in inventory.tables.items() if each.is_replicated} == {"t0", "t2"}
+    assert {name for name, table in inventory.tables.items() if table.is_replicated} == {"t0", "t2"}
     lookups = inventory.lookups
     assert not inventory.unclippable
     ((copies),) = [lookup for lookup in lookups if lookup.is_replicated]
     assert copies.is_plain_sgd
     assert copies.feature_table == [0, 1, 1]
     (collection,) = inventory.collections.values()
-    wrapped = [isinstance(each, DistributedDataParallel) for each in collection._lookups]
+    wrapped = [isinstance(lookup, DistributedDataParallel) for lookup in collection._lookups]
     assert sum(wrapped) == 1
-    others = [each.module for each in lookups if each is not copies]
+    others = [lookup.module for lookup in lookups if lookup is not copies]
     for kernels, left in ((others, wrapped), ([copies.module], [False, False])):
         rejoin = leave_ddp(collection, kernels)
-        assert [isinstance(each, DistributedDataParallel) for each in collection._lookups] == left
+        assert [isinstance(lookup, DistributedDataParallel) for lookup in collection._lookups] == left
         rejoin()
-        assert [isinstance(each, DistributedDataParallel) for each in collection._lookups] == wrapped
+        assert [isinstance(lookup, DistributedDataParallel) for lookup in collection._lookups] == wrapped
 
 
 class OwnScaler(GradScaler):
@@ -57,8 +57,8 @@ def test_scalers_that_have_scaled_a_loss_are_found() -> None:
     disabled.scale(torch.ones(()))
     assert grad_scalers_in_use() == []
     own = OwnScaler("cpu")
-    for each in (unused, own):
-        each.scale(torch.ones(()))
+    for scaler in (unused, own):
+        scaler.scale(torch.ones(()))
     assert {*grad_scalers_in_use()} == {unused, own}
 
 

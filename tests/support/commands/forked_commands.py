@@ -37,7 +37,7 @@ class Forked:
         launcher += ["--run-path", "--start-method", "fork", __file__]
         command = [*(launcher if processes > 1 else []), *arguments]
         self._process = context.Process(
-            target=_run, args=([str(each) for each in command], processes > 1, os.getcwd(), dict(env), writers)
+            target=_run, args=([str(word) for word in command], processes > 1, os.getcwd(), dict(env), writers)
         )
         self._process.start()
         atexit.register(self.kill)  # Python waits for it at its end
@@ -71,7 +71,7 @@ class Forked:
                 read[number] = file.read()
 
         outputs = enumerate((self.stdout, self.stderr))
-        threads = [threading.Thread(target=collect, args=each, daemon=True) for each in outputs]
+        threads = [threading.Thread(target=collect, args=output, daemon=True) for output in outputs]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -93,15 +93,15 @@ class Forked:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes that train under torchrun, by rank."""
-        parents = sorted(psutil.Process(self.pid).children(), key=lambda each: each.pid)
+        parents = sorted(psutil.Process(self.pid).children(), key=lambda child: child.pid)
         return [rank for parent in parents for rank in parent.children()]
 
     def kill_all(self) -> None:
         """Kills it and its children."""
         if self.poll() is None:
             process = psutil.Process(self.pid)
-            for each in [*process.children(recursive=True), process]:
-                each.kill()
+            for module in [*process.children(recursive=True), process]:
+                module.kill()
 
 
 def run_forked(*arguments: object, env: Mapping[str, str] = ENVIRONMENT) -> subprocess.CompletedProcess[str]:
@@ -151,8 +151,8 @@ def _rank(arguments: Sequence[str]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # as torchrun's own
         _cowrec(arguments)
-    for each in signals:
-        signal.signal(each, lambda number, _: os.kill(rank, number))
+    for received in signals:
+        signal.signal(received, lambda number, _: os.kill(rank, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
     if code:

@@ -65,10 +65,10 @@ class Model:
             deleted_features = (
                 [0] * len(table.deleted) if table.deleted_feature is None else table.deleted_feature.tolist()
             )
-            for feature, each in zip(deleted_features, table.deleted.tolist(), strict=True):
-                self.rows.pop((name, feature, each), None)
-            for feature, each, row in zip(features, table.ids.tolist(), table.rows.tolist(), strict=True):
-                self.rows[name, feature, each] = row
+            for feature, value in zip(deleted_features, table.deleted.tolist(), strict=True):
+                self.rows.pop((name, feature, value), None)
+            for feature, value, row in zip(features, table.ids.tolist(), table.rows.tolist(), strict=True):
+                self.rows[name, feature, value] = row
 
     def same_as(self, other: "Model") -> bool:
         near = {key: np.float32(row).tolist() for key, row in self.rows.items()}

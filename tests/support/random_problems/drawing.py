@@ -66,7 +66,7 @@ class Collection:
         """Table, feature, and TorchRec's name of the output, of each output."""
         for t, table in enumerate(self.tables):
             for name in table.features:
-                is_shared = sum(name in each.features for each in self.tables) > 1
+                is_shared = sum(name in own.features for own in self.tables) > 1
                 yield t, name, f"{name}@t{t}" if is_shared else name
 
 
@@ -122,11 +122,13 @@ class Problem:
         return scope_of(self.rule)
 
     def tables(self) -> list[tuple[int, int, Table]]:
-        return [(c, t, table) for c, each in enumerate(self.collections) for t, table in enumerate(each.tables)]
+        return [
+            (c, t, table) for c, collection in enumerate(self.collections) for t, table in enumerate(collection.tables)
+        ]
 
     def name(self, c: int, t: int) -> str:
         """Name of a table in the model: each collection calls its tables t0, t1 and so on."""
-        several = sum(len(each.tables) > t for each in self.collections) > 1
+        several = sum(len(collection.tables) > t for collection in self.collections) > 1
         return f"c{c}.t{t}" if several else f"t{t}"
 
     def columns(self, c: int, t: int) -> int:
@@ -152,10 +154,10 @@ class Problem:
         found = []
         for collection in self.collections:
             found.append([])
-            for each in collection.tables:
-                weights = rng.normal(0, 0.05, (each.rows, each.dim)) * 10 ** rng.uniform(-3, 1, (each.rows, 1))
+            for table in collection.tables:
+                weights = rng.normal(0, 0.05, (table.rows, table.dim)) * 10 ** rng.uniform(-3, 1, (table.rows, 1))
                 weights[::9] = 0
-                found[-1].append(weights.astype(each.dtype).astype(np.float32))
+                found[-1].append(weights.astype(table.dtype).astype(np.float32))
         return found
 
     def batches(self) -> list[list[dict[str, Any]]]:
@@ -175,7 +177,7 @@ class Problem:
                     for rank in self.idle if step % 2 == 0 else ():
                         counts[rank * of_rank : (rank + 1) * of_rank] = 0
                     ids = [np.minimum(rng.zipf(1.3, n) - 1, rows - 1).astype(np.int64) for n in counts]
-                    drawn[name] = [(each, rng.uniform(-0.5, 2, len(each)).astype(np.float32)) for each in ids]
+                    drawn[name] = [(own_ids, rng.uniform(-0.5, 2, len(own_ids)).astype(np.float32)) for own_ids in ids]
                 for t, _, output in collection.outputs():
                     shape = (self.batch, collection.tables[t].dim)
                     scale = 10 ** rng.uniform(-3, 1, (self.batch, 1))
@@ -204,7 +206,7 @@ def small_problem(
     """A problem of one collection, whose tables t0, t1 ... have one width."""
     tables = []
     for t, (own_rows, own_features) in enumerate(zip(rows, features, strict=True)):
-        plan, own_pooling = (each.split(",")[t % (each.count(",") + 1)] for each in (sharding, pooling))
+        plan, own_pooling = (choices.split(",")[t % (choices.count(",") + 1)] for choices in (sharding, pooling))
         # Of two ranks each holds both tables that are split; of four, which stand for two hosts, two hold each.
         shards = {
             "column_wise": ((t % world, dim // 2), ((t + 1) % world, dim // 2)),
@@ -240,7 +242,7 @@ def refusals(problem: Problem) -> list[str]:
         if any(table.plan == "data_parallel" for table in clipped):
             found.append(r"needs the norm over all tables, but '\S+' is data-parallel")
         lookups = [lookups_of(problem, rank) for rank in range(problem.world)]
-        if any(len(each) > 1 for each in lookups):
+        if any(len(lookup) > 1 for lookup in lookups):
             found.append(r"looks up '\S+' and '\S+' separately")
         if not all(lookups):
             found.append("holds no table")
@@ -290,7 +292,7 @@ def problems(draw: st.DrawFn, world: int) -> Problem:
     collections = [draw(_collections(world, optimizer, single, passes))]
     if draw(st.integers(0, 3)) == 0:
         collections.append(draw(_collections(world, optimizer, single, passes)))
-    names = [(c, t) for c, each in enumerate(collections) for t in range(len(each.tables))]
+    names = [(c, t) for c, collection in enumerate(collections) for t in range(len(collection.tables))]
     exclude = draw(st.lists(st.sampled_from(names), unique=True, max_size=2)) if draw(st.integers(0, 3)) == 0 else []
     rule = draw(_rules())
     own_rules = []
@@ -298,7 +300,7 @@ def problems(draw: st.DrawFn, world: int) -> Problem:
     if scope != "global" and draw(st.integers(0, 3)) == 0:
         named = draw(st.lists(st.sampled_from(names), unique=True, max_size=3))
         of_scope = st.sampled_from([name for name in CLIP_RULES if name != "none" and scope_of((name, {})) == scope])
-        own_rules = [(*each, draw(_rules(draw(of_scope)))) for each in named if each not in exclude]
+        own_rules = [(*table, draw(_rules(draw(of_scope)))) for table in named if table not in exclude]
     has_l2 = draw(st.booleans()) if optimizer in ADAM or single else draw(st.integers(0, 9)) == 0
     adam: dict[str, Any] = {}
     if optimizer in ADAM:
@@ -337,7 +339,7 @@ def problems(draw: st.DrawFn, world: int) -> Problem:
 
 
 def _vary(collections: Sequence[Collection]) -> bool:
-    return any(each.variable_batch for each in collections)
+    return any(collection.variable_batch for collection in collections)
 
 
 @st.composite
@@ -386,7 +388,7 @@ def _column_shards(draw: st.DrawFn, world: int, dim: int, shard_dim: int | None)
 
 
 def _shard_dims(dim: int) -> st.SearchStrategy[int]:
-    return st.sampled_from([each for each in (4, 8, 12, 16) if dim % each == 0])
+    return st.sampled_from([number for number in (4, 8, 12, 16) if dim % number == 0])
 
 
 @st.composite
@@ -402,8 +404,8 @@ def _rules(draw: st.DrawFn, name: str = "") -> Rule:
 def _clip_columns(draw: st.DrawFn, collections: Sequence[Collection], optimizer: str, single: bool) -> Any:
     if draw(st.integers(0, 3 if optimizer in ADAM or single else 9)):
         return None
-    dims = [each.dim for collection in collections for each in collection.tables]
+    dims = [table.dim for collection in collections for table in collection.tables]
     if draw(st.booleans()):
         return draw(st.integers(1, min(dims) if draw(st.integers(0, 4)) else max(dims)))
-    tables = [(c, t, table) for c, each in enumerate(collections) for t, table in enumerate(each.tables)]
+    tables = [(c, t, table) for c, collection in enumerate(collections) for t, table in enumerate(collection.tables)]
     return tuple((c, t, draw(st.integers(1, table.dim))) for c, t, table in tables if draw(st.booleans()))

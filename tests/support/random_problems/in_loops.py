@@ -53,7 +53,7 @@ def solve(problem: Problem) -> Solution:
     tolerance = {}
     for key, value in exact.state.items():
         start = exact.largest[key]
-        change = np.max([np.abs(each.state[key] - value) for each in noisy], axis=0)
+        change = np.max([np.abs(run.state[key] - value) for run in noisy], axis=0)
         tolerance[key] = 20 * change.max(1, keepdims=True) + 2e-6 * start + 1e-12
     return Solution(exact.state, tolerance, exact.rows, exact.clipped)
 
@@ -65,7 +65,7 @@ def row_gradients(
     table = collection.tables[t]
     grads, counts = np.zeros((table.rows, table.dim)), np.zeros(table.rows, int)
     # For means over ranks TorchRec divides all outputs of the collection, sums by 1, and adds 1e-6 to the divisors.
-    has_divisors = any(each.pooling == "mean" and each.plan in ROW_SHARDED for each in collection.tables)
+    has_divisors = any(own.pooling == "mean" and own.plan in ROW_SHARDED for own in collection.tables)
     for number, name, output in collection.outputs():
         if number != t:
             continue
@@ -188,7 +188,9 @@ class _Loops:
     def _update(self, key: Key, step: int, weights: np.ndarray, grad: np.ndarray, moved: np.ndarray) -> None:
         problem, (first, second) = self.problem, self._moments[key]
         if problem.wide:
-            weights, grad, first, second = (each[:, : problem.columns(*key)] for each in (weights, grad, first, second))
+            weights, grad, first, second = (
+                matrix[:, : problem.columns(*key)] for matrix in (weights, grad, first, second)
+            )
         if problem.optimizer == "sgd":
             weights -= problem.lr * grad
         elif problem.is_adam:

@@ -124,10 +124,10 @@ class Trainers:
         self._folder = tempfile.TemporaryDirectory()
         pipes = [multiprocessing.Pipe() for _ in range(self._world)]
         self._pipes = [here for here, _ in pipes]
-        there = [each for _, each in pipes]
-        self._processes = start_in_processes(_answer, [(self._world, self._folder.name, each) for each in there])
-        for each in there:
-            each.close()
+        there = [pipe for _, pipe in pipes]
+        self._processes = start_in_processes(_answer, [(self._world, self._folder.name, pipe) for pipe in there])
+        for pipe in there:
+            pipe.close()
 
 
 def _answer(rank: int, world: int, folder: str, pipe: Connection) -> None:
@@ -167,23 +167,25 @@ def train(problem: Problem, device: torch.device = CPU) -> Trained:
         run_on(problem.backend, clipped)
     optimizer.accumulate(problem.passes)
     dense = dense_optimizer(problem, model)
-    batches = [[each.to(device) for each in of_step] for of_step in batches_of(problem)]
+    batches = [[batch.to(device) for batch in of_step] for of_step in batches_of(problem)]
     pipeline: Any = TrainPipelineSparseDist(model, dense, device) if problem.pipelined else None
-    stream = iter([each for of_step in batches for each in of_step])
+    stream = iter([batch for of_step in batches for batch in of_step])
     for step, of_step in enumerate(batches):
         if problem.is_adam:
             optimizer.lr = problem.lr * problem.rates[step % len(problem.rates)]
-        for each in of_step:
+        for batch in of_step:
             if pipeline:
                 pipeline.progress(stream)
             else:
-                model(each)[0].backward()
+                model(batch)[0].backward()
         if not pipeline:
             dense.step()
             dense.zero_grad()
         if problem.reads:
             _read(problem, model, batches[step - 1][0])
-    stats = {name: (each.rows, each.clipped_share * each.rows) for name, each in optimizer.stats().items()}
+    stats = {
+        name: (of_table.rows, of_table.clipped_share * of_table.rows) for name, of_table in optimizer.stats().items()
+    }
     arrays = state_of(model, optimizer)
     optimizer.remove()
     return Trained(arrays if dist.get_rank() == 0 else {}, stats)
@@ -200,9 +202,11 @@ def state_of(model: nn.Module, optimizer: Any = None) -> dict[str, np.ndarray]:
     state = {}
     if isinstance(optimizer, EmbeddingAdam):
         moments = optimizer.state_dict()["state"].items()
-        state = {f"{_name(key)}.{kind}": each for key, own in moments for kind, each in own.items() if "exp" in kind}
-    state |= {_name(key): each for key, each in model.state_dict().items() if key.endswith(".weight")}
-    return {key: gathered(each).copy() for key, each in sorted(state.items())}
+        state = {
+            f"{_name(key)}.{kind}": moment for key, own in moments for kind, moment in own.items() if "exp" in kind
+        }
+    state |= {_name(key): tensor for key, tensor in model.state_dict().items() if key.endswith(".weight")}
+    return {key: gathered(tensor).copy() for key, tensor in sorted(state.items())}
 
 
 def assert_equal(got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
@@ -238,7 +242,7 @@ def attached(problem: Problem, model: nn.Module) -> Any:
     columns: Any = problem.clip_columns
     if isinstance(columns, tuple):
         columns = {problem.name(c, t): width for c, t, width in columns}
-    common: dict[str, Any] = {"exclude": [problem.name(*each) for each in problem.exclude], "clip_columns": columns}
+    common: dict[str, Any] = {"exclude": [problem.name(*place) for place in problem.exclude], "clip_columns": columns}
     if problem.is_adam:
         settings: dict[str, Any] = {"adam_epsilon": problem.adam_epsilon, "absent_rows": problem.optimizer}
         settings["weight_decay"] = problem.weight_decay
@@ -253,8 +257,8 @@ def attached(problem: Problem, model: nn.Module) -> Any:
 def dense_optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimizer:
     """Optimizer like the fused one, of the network and of tables that have none unless EmbeddingAdam trains them."""
     parameters = [
-        each
-        for key, each in in_backward_optimizer_filter(model.named_parameters())
+        parameter
+        for key, parameter in in_backward_optimizer_filter(model.named_parameters())
         if not (problem.is_adam and ".embedding" in key)
     ]
     kinds: dict[str, Any] = {"adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
@@ -268,12 +272,12 @@ class _Batch(Pipelineable):
 
     def __init__(self, ids: list[KeyedJaggedTensor], targets: dict[str, Tensor], divisor: int):
         self.ids, self.targets, self.divisor = ids, targets, divisor
-        for c, each in enumerate(ids):
-            setattr(self, f"ids{c}", each)
+        for c, own_ids in enumerate(ids):
+            setattr(self, f"ids{c}", own_ids)
 
     def to(self, *device: Any, **settings: Any) -> "_Batch":
-        ids = [each.to(*device, **settings) for each in self.ids]
-        return _Batch(ids, {key: each.to(*device, **settings) for key, each in self.targets.items()}, self.divisor)
+        ids = [tensor.to(*device, **settings) for tensor in self.ids]
+        return _Batch(ids, {key: target.to(*device, **settings) for key, target in self.targets.items()}, self.divisor)
 
     def pin_memory(self) -> "_Batch":
         return self
@@ -288,10 +292,10 @@ class _Network(nn.Module):
     def __init__(self, problem: Problem):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(1, 1))
-        self.is_sequence = [each.sequence for each in problem.collections]
-        self.outputs = [[output for *_, output in each.outputs()] for each in problem.collections]
-        for c, each in enumerate(problem.collections):
-            self.add_module(f"c{c}", _unsharded(each))
+        self.is_sequence = [collection.sequence for collection in problem.collections]
+        self.outputs = [[output for *_, output in collection.outputs()] for collection in problem.collections]
+        for c, collection in enumerate(problem.collections):
+            self.add_module(f"c{c}", _unsharded(collection))
 
     def forward(self, batch: _Batch) -> tuple[Tensor, Tensor]:
         loss = self.bias.sum()
@@ -322,20 +326,20 @@ def sharded_model(
         prepare(getattr(network, f"c{c}"))
         plan[f"c{c}"] = construct_module_sharding_plan(
             getattr(network, f"c{c}"),
-            {f"t{t}": _generator(each, device, hosted(problem.world)) for t, each in enumerate(collection.tables)},
+            {f"t{t}": _generator(table, device, hosted(problem.world)) for t, table in enumerate(collection.tables)},
             sharder=sharders[collection.sequence],
             local_size=hosted(problem.world),
             world_size=problem.world,
             device_type=device.type,
         )
-        for t, each in enumerate(collection.tables):
-            if each.plan == "table_row_wise":
+        for t, table in enumerate(collection.tables):
+            if table.plan == "table_row_wise":
                 plan[f"c{c}"][f"t{t}"].compute_kernel = "fused"  # its generator lacks the argument
     model = DistributedModelParallel(network, env, device, plan=ShardingPlan(plan=plan), sharders=sharders)
     initial = problem.initial()
     for key, value in model.state_dict().items():
         if key.endswith(".weight"):
-            c, t = (int(each[1:]) for each in _name(key).split("."))
+            c, t = (int(part[1:]) for part in _name(key).split("."))
             set_to(value, torch.from_numpy(initial[c][t]))
     return model
 
@@ -372,10 +376,10 @@ def _generator(table: Table, device: torch.device, hosted: int) -> Any:
 def _unsharded(collection: Collection) -> EmbeddingBagCollection | EmbeddingCollection:
     kind: Any = EmbeddingConfig if collection.sequence else EmbeddingBagConfig
     tables = []
-    for t, each in enumerate(collection.tables):
-        more = {} if collection.sequence else {"pooling": PoolingType(each.pooling.upper())}
-        more |= {"feature_names": list(each.features), "data_type": DTYPES[each.dtype]}
-        tables.append(kind(name=f"t{t}", num_embeddings=each.rows, embedding_dim=each.dim, **more))
+    for t, table in enumerate(collection.tables):
+        more = {} if collection.sequence else {"pooling": PoolingType(table.pooling.upper())}
+        more |= {"feature_names": list(table.features), "data_type": DTYPES[table.dtype]}
+        tables.append(kind(name=f"t{t}", num_embeddings=table.rows, embedding_dim=table.dim, **more))
     if collection.sequence:
         return EmbeddingCollection(tables=tables, device=torch.device("meta"))
     return EmbeddingBagCollection(tables=tables, is_weighted=collection.weighted, device=torch.device("meta"))
@@ -393,11 +397,11 @@ def batch_of(problem: Problem, drawn: list[dict[str, Any]], lo: int, hi: int) ->
     """Ids and output gradients of samples lo..hi-1 of a step."""
     ids, targets = [], {}
     for c, (collection, of_feature) in enumerate(zip(problem.collections, drawn, strict=True)):
-        ids.append(_jagged(collection, [of_feature[each][lo:hi] for each in collection.features]))
+        ids.append(_jagged(collection, [of_feature[feature][lo:hi] for feature in collection.features]))
         for _, name, output in collection.outputs():
             target, bags = of_feature[f"target {output}"][lo:hi], of_feature[name][lo:hi]
             if collection.sequence:
-                target = np.repeat(target, [len(each) for each, _ in bags], axis=0)
+                target = np.repeat(target, [len(ids) for ids, _ in bags], axis=0)
                 if collection.weighted:
                     target = target * np.concatenate([weights for _, weights in bags])[:, None]
             targets[f"c{c} {output}"] = torch.from_numpy(target)
@@ -407,11 +411,11 @@ def batch_of(problem: Problem, drawn: list[dict[str, Any]], lo: int, hi: int) ->
 def _jagged(collection: Collection, bags: Sequence[Sequence[tuple]]) -> KeyedJaggedTensor:
     """Bags (ids, weights) of each feature's samples, which may share them."""
     shares = [collection.samples_of_bag(name) for name in collection.features]
-    own = [bag for each, share in zip(bags, shares, strict=True) for bag in each[::share]]
+    own = [bag for samples, share in zip(bags, shares, strict=True) for bag in samples[::share]]
     weighted, variable = collection.weighted and not collection.sequence, {}
     if collection.variable_batch:
         bag_of_sample = torch.stack([torch.arange(len(bags[0])) // share for share in shares])
-        sizes = [[len(each[::share])] for each, share in zip(bags, shares, strict=True)]
+        sizes = [[len(bag[::share])] for bag, share in zip(bags, shares, strict=True)]
         variable = {"stride_per_key_per_rank": sizes, "inverse_indices": (collection.features, bag_of_sample)}
     return KeyedJaggedTensor(
         keys=collection.features,
@@ -461,7 +465,7 @@ def assert_solved(problem: Problem, outcomes: Sequence[Trained]) -> None:
     expected = refusals(problem)
     for outcome in outcomes:
         if outcome.refusal:
-            assert any(re.search(each, outcome.refusal) for each in expected), f"refused: {outcome.refusal}"
+            assert any(re.search(pattern, outcome.refusal) for pattern in expected), f"refused: {outcome.refusal}"
         else:
             assert not expected, f"not refused: {expected}"
     if expected:
@@ -473,8 +477,8 @@ def assert_solved(problem: Problem, outcomes: Sequence[Trained]) -> None:
         error = (np.abs(state[key] - value) / solution.tolerance[key]).max()
         assert error <= 1, f"{key} differs by {error:.3g} times the tolerance"
     for c, t, _ in problem.tables():
-        of_ranks = [each.stats[name] for each in outcomes if (name := problem.name(c, t)) in each.stats]
-        rows, clipped = (sum(each) for each in zip(*of_ranks, strict=True))
+        of_ranks = [of_rank.stats[name] for of_rank in outcomes if (name := problem.name(c, t)) in of_rank.stats]
+        rows, clipped = (sum(numbers) for numbers in zip(*of_ranks, strict=True))
         least, most = solution.clipped[f"c{c}.t{t}"]
         assert rows == solution.rows[f"c{c}.t{t}"], f"{rows} rows of c{c}.t{t}, not {solution.rows[f'c{c}.t{t}']}"
         assert least <= round(clipped) <= most, f"{clipped} clipped rows of c{c}.t{t}, not {least} to {most}"

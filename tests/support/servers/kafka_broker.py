@@ -60,8 +60,8 @@ class KafkaBroker:
 
     def send_messages(self, topic: str, messages: Sequence[bytes], partition: int = 0) -> None:
         producer = confluent_kafka.Producer({"bootstrap.servers": self.address, "log_level": 0})
-        for each in messages:
-            producer.produce(topic, each, partition=partition)
+        for message in messages:
+            producer.produce(topic, message, partition=partition)
         assert producer.flush(DEADLINE) == 0
 
     def send_transactions(self, topic: str, transactions: Sequence[tuple[bytes, bool]]) -> None:

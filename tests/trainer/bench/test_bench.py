@@ -198,7 +198,7 @@ def test_the_shape_of_mlperf_is_the_published_one() -> None:
         kernels += 3 * [2 * crosses * 512]
         assert flops_per_sample(dense) == 6 * sum(kernels)
         biases = sum(layers[0][1:] + layers[1][1:]) + 3 * crosses
-        assert sum(each.numel() for each in dense.values()) == sum(kernels) + biases
+        assert sum(parameter.numel() for parameter in dense.values()) == sum(kernels) + biases
 
 
 def test_samples_have_the_published_numbers_of_ids_and_fit_the_tables() -> None:

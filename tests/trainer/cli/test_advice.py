@@ -91,8 +91,8 @@ ADVICE: dict[str, tuple[str, str | Callable[[re.Match[str]], str]]] = {
 def test_advice_works(cowrec: Cowrec, folder: Path, monkeypatch: Any, command: str) -> None:
     monkeypatch.chdir(folder)
     if not (folder / "data").exists():
-        for each in SETUP:
-            assert cowrec(*each.split())[0] == 0, each
+        for line in SETUP:
+            assert cowrec(*line.split())[0] == 0, line
         (folder / "stopped" / "report.json").unlink()
     said = cowrec(*command.split())[2]
     pattern, remedy = ADVICE[command]
@@ -107,5 +107,5 @@ def test_advice_to_stop_early_is_that_of_the_run() -> None:
     fell = [{"epoch": 1, "auc": 0.8, "validation_auc": 0.8}, {"epoch": 2, "auc": 0.7, "validation_auc": 0.7}]
     early = 'train.patience = 1, checkpoint.keep_best = "auc"'
     assert str(auc_remark(fell[1], fell)).endswith(f"or stop early: {early}")
-    alone = [{key: value for key, value in each.items() if key != "validation_auc"} for each in fell]
+    alone = [{key: value for key, value in epoch.items() if key != "validation_auc"} for epoch in fell]
     assert str(auc_remark(alone[1], alone)).endswith(f"or stop early: train.validation_fraction = 0.1, {early}")

@@ -64,7 +64,7 @@ def test_sigterm_saves_and_a_pipe_sees_progress(folder: Path) -> None:
     command = [sys.executable, "-m", "cowrec.trainer", "train", f"{folder}/run.toml", "--data", f"{folder}/data"]
     # A line whenever metrics are written.
     settings = ("epochs=100000", "batch_size=1", "log_every=50", "log_seconds=1e-9")
-    command += ["--run-dir", f"{run}", *(part for each in settings for part in ("--set", f"train.{each}"))]
+    command += ["--run-dir", f"{run}", *(part for setting in settings for part in ("--set", f"train.{setting}"))]
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     seen = []
     for line in process.stderr or ():
@@ -93,7 +93,7 @@ def test_sigterm_saves_and_a_pipe_sees_progress(folder: Path) -> None:
 def commands_of(app: Any, *names: str) -> Iterator[list[str]]:
     for group in app.registered_groups:
         yield from commands_of(group.typer_instance, *names, *([group.name] if group.name else []))
-    yield from ([*names, each.name or each.callback.__name__] for each in app.registered_commands)
+    yield from ([*names, command.name or command.callback.__name__] for command in app.registered_commands)
 
 
 @pytest.mark.parametrize("command", commands_of(app), ids=" ".join)
@@ -102,7 +102,7 @@ def test_every_help_has_an_example_and_that_of_prepare_all_settings(command: lis
     assert result.exit_code == 0
     assert f"Example: cowrec {' '.join(command)}" in result.output
     settings = dataclasses.fields(PrepareConfig) if command == ["prepare"] else ()
-    assert all(re.search(rf"\b{each.name}\b", result.output) for each in settings)
+    assert all(re.search(rf"\b{setting.name}\b", result.output) for setting in settings)
 
 
 def test_every_count_may_have_a_unit(cowrec: Cowrec, tmp_path: Path) -> None:

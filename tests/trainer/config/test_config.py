@@ -100,7 +100,7 @@ def test_sections_that_exclude_each_other_are_refused(tmp_path: Path, toml: str,
         (["optimizer.cross_l2=1", "optimizer.embedding=sgd", "optimizer.weight_decay=2"],
          "--set optimizer.embedding=sgd, --set optimizer.weight_decay=2: optimizer.weight_decay = 2.0 needs"),
         (["train.seed=1"], "{file}: model.name is"),
-        *(([each], "--set takes section.key=value, got") for each in ("train.seed", "seed=5", "=5", "train.=5", "")),
+        *(([text], "--set takes section.key=value, got") for text in ("train.seed", "seed=5", "=5", "train.=5", "")),
     ],
 )  # fmt: skip
 def test_the_flag_that_causes_an_error_is_blamed(tmp_path: Path, overrides: list[str], blamed: str) -> None:
@@ -120,7 +120,7 @@ def test_example_files_agree_with_the_presets(name: str, batch_size: int) -> Non
     assert (config.optimizer.eps, config.optimizer.adam_epsilon) == (1e-7, "keras")
     if name == "criteo" or 2048 < batch_size < 131072:
         assert config.clip.build() == preset.clip
-        derived, published = (vars(each) for each in (Scaled.of(config).hyperparameters, preset.hyperparameters))
+        derived, published = (vars(values) for values in (Scaled.of(config).hyperparameters, preset.hyperparameters))
         for key, value in published.items():
             assert derived[key] == pytest.approx(value, rel=1e-12), key
 
@@ -180,7 +180,9 @@ def test_a_batch_size_of_auto_is_the_largest_that_leaves_200_steps(tmp_path: Pat
     config = load(tmp_path, f'[train]\nbatch_size = "auto"\nepochs = {epochs}\nvalidation_fraction = 0.5')
     size = with_defaults(config, 2 * samples).train.batch_size
     sizes = [1 << power for power in range(6, 17)]
-    assert size == max([each for each in sizes if math.ceil(samples / each) * epochs >= 200], default=64)
+    assert size == max(
+        [batch_size for batch_size in sizes if math.ceil(samples / batch_size) * epochs >= 200], default=64
+    )
 
     def warning(size: int, epochs: int) -> str:
         given = load(tmp_path, f"[train]\nbatch_size = {size}\nepochs = {epochs}")
@@ -192,7 +194,7 @@ def test_a_batch_size_of_auto_is_the_largest_that_leaves_200_steps(tmp_path: Pat
         int, re.findall(r"set train.batch_size to (\d+), or train.epochs to (\d+) together with", text)[0]
     )
     cases = ((2 * smaller, epochs), (smaller, epochs), (1 << 20, more - 1), (1 << 20, more))
-    assert [bool(warning(*each)) for each in cases] == [True, False, True, False]
+    assert [bool(warning(*case)) for case in cases] == [True, False, True, False]
 
 
 def test_a_batch_size_of_auto_has_no_more_than_the_samples(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_quantised_tables_have_the_stated_error(folder: Path, tmp_path: Path, pr
         assert abs(float((rows - exact).abs().max()) - table.max_error) <= rounded
         assert table.max_error > 0
     both = served(tmp_path / "export", data), predicted(run_dir, data)
-    found, expected = (torch.from_numpy(each).double().logit() for each in both)
+    found, expected = (torch.from_numpy(tensor).double().logit() for tensor in both)
     off = float((found - expected).abs().max())
     assert 0 < off <= 1.5 * manifest.logits_error + 1e-5
 
@@ -150,7 +150,7 @@ def test_a_changed_file_is_detected(folder: Path, tmp_path: Path) -> None:
     exported = tmp_path / "export"
     export_run(folder / "dcnmix", exported)
     listed = json.loads((exported / "manifest.json").read_text())["files"]
-    found = {str(each.relative_to(exported)) for each in exported.rglob("*") if each.is_file()}
+    found = {str(path.relative_to(exported)) for path in exported.rglob("*") if path.is_file()}
     assert {*listed, "manifest.json"} == found
     for name, (size, sha256) in listed.items():
         file = exported / name

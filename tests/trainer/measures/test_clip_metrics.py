@@ -58,7 +58,7 @@ def test_limit_to_norm_doubles_with_the_limit(folder: Path, tmp_path: Path, data
         own = (*OF_LIMITS[data], f"clip.r={r}", "clip.zeta=0.0", "train.batch_size=1000", "train.epochs=1")
         found[r], report = trained(folder, tmp_path / str(r), *own, data=data)
     of_1, of_2 = ([field["limit_to_norm"] for field in found[r][0]["fields"].values()] for r in (1.0, 2.0))
-    assert of_2 == pytest.approx([2 * each for each in of_1], rel=1e-5)  # float32
+    assert of_2 == pytest.approx([2 * number for number in of_1], rel=1e-5)  # float32
     assert found[1e-4][0]["clipped_share"] == 1
     assert found[1e9][0]["clipped_share"] == 0
     assert report["clip_statistics"]["clipped_share"] == 0

@@ -73,7 +73,7 @@ def of_predictions(folder: Path, chosen: Any = slice(None), split: str = "test")
     p = 1 / (1 + np.exp(-stored["true_logit"].to_numpy().astype(float)[chosen]))
     both, weights = np.repeat([1, 0], len(p)), np.concatenate([p, 1 - p])
     pairs, own = p.sum() * (1 - p).sum(), (p * (1 - p)).sum()
-    expected, least = (log_loss(both, np.tile(each, 2), sample_weight=weights) for each in (q, p))
+    expected, least = (log_loss(both, np.tile(probabilities, 2), sample_weight=weights) for probabilities in (q, p))
     return {
         "auc": roc_auc_score(label, q),
         "logloss": log_loss(label, q),
@@ -103,7 +103,7 @@ def test_groups_are_thirds_by_the_counts_of_ids(folder: Path) -> None:
     trained, test = (pq.read_table(folder / "data" / split).to_pydict() for split in ("train", "test"))
     fields = [field.name for field in Schema.load(folder / "data").sparse]
     occurrences = {name: Counter(trained[name]) for name in fields}
-    counts = [[occurrences[name][each] for each in test[name]] for name in fields]
+    counts = [[occurrences[name][row] for row in test[name]] for name in fields]
     groups = np.argsort(np.argsort(np.log1p(np.stack(counts)).mean(0), kind="stable")) * 3 // TEST_ROWS
     measured = report_of(folder / "run")["by_id_counts"]
     assert list(measured) == ["rare", "middle", "frequent"]
@@ -144,11 +144,11 @@ def members(folder: Path, column: str) -> dict[str, list[int]]:
         separator = {"tags": "|", "history": " "}.get(column, ",")
         bags = [{part.partition(":")[0] for part in row[column].split(separator)} for row in rows]
         seen = set().union(*bags[:TRAIN_ROWS])
-        ids = [{each if each in seen else "(rare or unknown)" for each in bag} for bag in bags[TRAIN_ROWS:]]
+        ids = [{id_ if id_ in seen else "(rare or unknown)" for id_ in bag} for bag in bags[TRAIN_ROWS:]]
     found = defaultdict(list)
     for sample, bag in enumerate(ids):
-        for each in bag:
-            found[each or "(missing)"].append(sample)
+        for id_ in bag:
+            found[id_ or "(missing)"].append(sample)
     return found
 
 
@@ -225,15 +225,15 @@ SAMPLE = st.tuples(st.integers(-4, 4), st.booleans(), st.sampled_from([0.0, 0.25
 
 
 def columns(drawn: list[tuple]) -> tuple[torch.Tensor, ...]:
-    logits, label, weight, groups = (np.array(each) for each in zip(*drawn, strict=True))
-    floats = (torch.from_numpy(each.astype(np.float32)) for each in (logits / 2, label, weight))
+    logits, label, weight, groups = (np.array(column) for column in zip(*drawn, strict=True))
+    floats = (torch.from_numpy(tensor.astype(np.float32)) for tensor in (logits / 2, label, weight))
     return (*floats, torch.from_numpy(groups))
 
 
 @given(drawn=st.lists(SAMPLE, min_size=1, max_size=60))
 def test_groups_are_ranked_as_by_scikit_learn(drawn: list[tuple]) -> None:
     """Of one sample scikit-learn computes no NDCG; the reciprocal rank is compared with its definition."""
-    logits, label, _, groups = (each.numpy() for each in columns(drawn))
+    logits, label, _, groups = (column.numpy() for column in columns(drawn))
     ndcg, reciprocal = group_ranks(logits, label.astype(float), groups, 5)
     for group in range(5):
         x, y = logits[groups == group].astype(float), label[groups == group]
@@ -254,7 +254,7 @@ def test_any_weighted_samples_are_measured_as_by_scikit_learn(drawn: list[tuple]
     kept = weight > 0
     measured_groups = [groups >= 0, *(groups == g for g in range(5))]
     for expected, chosen in zip([quality.auc, *of_groups.tolist()], measured_groups, strict=True):
-        x, y, w = (each[chosen & kept].double().numpy() for each in (logits, label, weight))
+        x, y, w = (tensor[chosen & kept].double().numpy() for tensor in (logits, label, weight))
         if len(set(y)) == 2:
             assert expected == pytest.approx(roc_auc_score(y, x, sample_weight=w), abs=1e-12)
         else:
@@ -262,7 +262,7 @@ def test_any_weighted_samples_are_measured_as_by_scikit_learn(drawn: list[tuple]
     if not kept.any():
         assert math.isnan(quality.logloss)
         return
-    y, w = (each[kept].double().numpy() for each in (label, weight))
+    y, w = (tensor[kept].double().numpy() for tensor in (label, weight))
     p = 1 / (1 + np.exp(-logits[kept].double().numpy()))
     ctr = np.average(y, weights=w)
     assert quality.ctr == pytest.approx(ctr)
@@ -306,7 +306,7 @@ def test_zeros_of_both_signs_and_neighbouring_numbers_are_ordered_exactly() -> N
     near = 2 + rng.integers(0, 300, 3000) * 2.0**-22
     for logits in (near, rng.integers(-4, 5, 3000) / 2 * rng.choice([1, -1], 3000)):
         label = rng.random(3000) < 1 / (1 + np.exp(2 - logits))
-        quality = measure(Samples(*(torch.from_numpy(each.astype(np.float32)) for each in (logits, label))))
+        quality = measure(Samples(*(torch.from_numpy(tensor.astype(np.float32)) for tensor in (logits, label))))
         assert quality.auc == pytest.approx(roc_auc_score(label, logits), abs=1e-12)
 
 
@@ -419,7 +419,7 @@ def test_importance_is_that_of_columns_permuted_on_disk(cowrec: Cowrec, tmp_path
     for name, change in found["importance"].items():
         copy, permuted = folder / f"permuted_{name}", table
         shutil.copytree(folder / "data", copy)
-        along = [each.name for each in Schema.load(folder / "data").sparse if each.along == name]
+        along = [field.name for field in Schema.load(folder / "data").sparse if field.along == name]
         for column in {name, *along, f"{name}_bucket", f"{name}{WEIGHT_SUFFIX}"} & {*table.column_names}:
             values = table[column].take(pa.array(order))
             permuted = permuted.set_column(table.column_names.index(column), table.schema.field(column), values)
@@ -427,8 +427,8 @@ def test_importance_is_that_of_columns_permuted_on_disk(cowrec: Cowrec, tmp_path
         measured = evaluate_run(folder / "run", copy)
         assert change["auc_drop"] == found["auc"] - measured["auc"], name
         assert change["logloss_rise"] == measured["logloss"] - found["logloss"], name
-    assert not any(each.along and each.name in found["importance"] for each in Schema.load(folder / "data").sparse)
-    rises = [each["logloss_rise"] for each in found["importance"].values()]
+    assert not any(field.along and field.name in found["importance"] for field in Schema.load(folder / "data").sparse)
+    rises = [of_field["logloss_rise"] for of_field in found["importance"].values()]
     assert rises == sorted(rises, reverse=True)
     first, rise = next(iter(found["importance"])), f"{rises[0]:.4f}"
     assert first == "city" or "city" not in found["importance"]  # which has most of the signal

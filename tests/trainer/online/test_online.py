@@ -84,9 +84,9 @@ def test_a_window_of_many_samples_is_closed_in_parts(tmp_path: Path) -> None:
         quality = ProgressiveQuality(3600, most=5)
         quality.load(tmp_path)
         assert quality.newest_time == 10799, "of the samples that were trained on, and not of those that wait"
-    assert [(each.start, each.samples) for each in found] == [(7200, 6)] * 6
+    assert [(window.start, window.samples) for window in found] == [(7200, 6)] * 6
     expected = [log_loss(labels[n : n + 2].ravel(), logits[n : n + 2].ravel().sigmoid()) for n in range(0, 12, 2)]
-    assert [each.logloss for each in found] == pytest.approx(expected)
+    assert [window.logloss for window in found] == pytest.approx(expected)
     assert quality.is_empty
 
 
@@ -104,7 +104,7 @@ def test_an_idle_trainer_publishes_nothing_and_answers_prometheus(case: Path, tm
                 assert json.loads(answer.read()) == {"status": "alive"}
             with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
                 for family in text_string_to_metric_families(answer.read().decode()):
-                    scraped.update({(each.name, *each.labels.values()): each.value for each in family.samples})
+                    scraped.update({(sample.name, *sample.labels.values()): sample.value for sample in family.samples})
         finally:
             (tmp_path / "in" / "_END").touch()
 
@@ -151,7 +151,7 @@ def test_a_resumed_run_is_bit_identical(case: Path, tmp_path: Path) -> None:
     """Weights, rows of ids, stream position and open window, resumed from the first snapshot."""
     given = ["online.snapshot_seconds=0", "checkpoint.keep_last=1000", "online.window='1d'"]
     run(case, tmp_path / "uninterrupted", *given, source=case / "short")
-    first = min(int(each.name[5:]) for each in (tmp_path / "uninterrupted" / "checkpoints").iterdir())
+    first = min(int(path.name[5:]) for path in (tmp_path / "uninterrupted" / "checkpoints").iterdir())
     copy = interrupted(tmp_path / "uninterrupted", first, tmp_path / "copy")
     run(case, copy, *given, source=case / "short", resume=True)
     assert_same(copy, tmp_path / "uninterrupted")
@@ -230,7 +230,7 @@ def test_expired_ids_are_neither_served_nor_exported(case: Path, tmp_path: Path)
     settings = ["online.publish_seconds=0", "id_table.expire_after='1h'"]
     run(case, tmp_path / "run", *settings, source=case / "short", publish=str(tmp_path / "published"))
     served = assert_readers_equal_an_export(case, tmp_path / "run", tmp_path / "published")
-    resident = sum(each["resident"] for each in report_of(tmp_path / "run")["id_tables"].values())
+    resident = sum(table["resident"] for table in report_of(tmp_path / "run")["id_tables"].values())
     assert 0 < served.counters()["resident_ids"] < resident
 
 
@@ -249,7 +249,7 @@ def test_no_id_is_late_in_the_random_order_of_a_data_set(case: Path, tmp_path: P
     """Rows and weights are those of a run without expiry; what has expired at the end is unknown in evaluation."""
     counts = ["id_table.admission=count", "id_table.threshold=2"]
     for name, expiry in (("with", ["expire_after=3d", "window=1d"]), ("without", ["expire_after=''"])):
-        settings = [*counts, *(f"id_table.{each}" for each in expiry), "id_table.capacity=20000"]
+        settings = [*counts, *(f"id_table.{setting}" for setting in expiry), "id_table.capacity=20000"]
         train(load_config(case / "run.toml", settings), case / "data", tmp_path / name)
     assert "id_table.window has no effect on a data set" in caplog.text
     last, plain = (metrics(tmp_path / name, "ids")[-1] for name in ("with", "without"))
@@ -257,7 +257,7 @@ def test_no_id_is_late_in_the_random_order_of_a_data_set(case: Path, tmp_path: P
         assert last[table]["late"] == last[table]["expired"] == 0
         assert last[table]["admitted"] == plain[table]["admitted"]
     one, other = (up_to_date(tmp_path / name) for name in ("with", "without"))
-    assert_close(*({key: value for key, value in each.items() if "/id_tables" not in key} for each in (one, other)))
+    assert_close(*({key: value for key, value in state.items() if "/id_tables" not in key} for state in (one, other)))
     qualities = [metrics(tmp_path / name, "eval")[-1]["logloss"] for name in ("with", "without")]
     assert qualities[0] != qualities[1]
 
@@ -276,10 +276,10 @@ def test_a_year_of_drifting_ids_in_a_bounded_table(tmp_path: Path, when_full: st
     bounded = [*settings, "id_table.capacity=1000", f"id_table.when_full={when_full}", "id_table.expire_after='20d'"]
     unbounded = [*settings, "id_table.capacity=100000", "id_table.expire_after=''"]
     reports = [
-        run(case, tmp_path / f"run{number}", *each, "online.window='180d'", source=tmp_path / "year")
-        for number, each in enumerate((bounded, unbounded))
+        run(case, tmp_path / f"run{number}", *settings, "online.window='180d'", source=tmp_path / "year")
+        for number, settings in enumerate((bounded, unbounded))
     ]
-    tables = [each for line in metrics(tmp_path / "run0", "ids") for each in line.values() if isinstance(each, dict)]
+    tables = [table for line in metrics(tmp_path / "run0", "ids") for table in line.values() if isinstance(table, dict)]
     assert all(table["resident"] <= 1000 for table in tables)
     resident = [sum(table["resident"] for table in report["id_tables"].values()) for report in reports]
     assert resident[0] < resident[1] / 5

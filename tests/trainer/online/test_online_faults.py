@@ -34,7 +34,7 @@ def command(case: Path, run_dir: Path, *overrides: str, source: Path | None = No
     parts = ["online", f"{case}/run.toml", "--data", f"{case}/data"]
     parts += ["--source", str(source or case / "incoming"), "--run-dir", str(run_dir), "--resume"]
     parts += ["--publish", publish] if publish else []
-    return [*parts, *(part for each in overrides for part in ("--set", each))]
+    return [*parts, *(part for override in overrides for part in ("--set", override))]
 
 
 def finish(parts: list[str]) -> str:
@@ -174,4 +174,4 @@ def progress(run_dir: Path, steps: int = 1) -> Callable[[], bool]:
 
 
 def newest(run_dir: Path) -> str:
-    return max((each.name for each in (run_dir / "checkpoints").glob("step_?????????")), default="")
+    return max((path.name for path in (run_dir / "checkpoints").glob("step_?????????")), default="")

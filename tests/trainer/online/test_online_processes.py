@@ -124,7 +124,7 @@ def resume(folder: Path) -> None:
     rest = [first_part(folder, processes) | {"resume": True} for processes in (1, 4)]
     assert online_case(rest[0]) == "ok"
     assert outcomes_in_processes(online_case, [whole, rest[1]], 2) == [["ok"] * 2] * 2
-    steps = sorted(int(each.name[5:]) for each in (folder / "runs2" / "whole" / "checkpoints").iterdir())
+    steps = sorted(int(path.name[5:]) for path in (folder / "runs2" / "whole" / "checkpoints").iterdir())
     copy = interrupted(folder / "runs2" / "whole", steps[5], folder / "runs2" / "copy")
     again = whole | {"run_dir": str(copy), "publish": f"{copy}_published", "resume": True}
     assert outcomes_in_processes(online_case, [again], 2) == [["ok"]] * 2
@@ -210,7 +210,7 @@ def test_histories_are_published_and_trained_by_processes_alike(tmp_path: Path) 
     make_histories(tmp_path, HISTORIES, raw_ids=True)
     (tmp_path / "run.toml").write_text(CONFIG.replace("embedding_dims = { C1 = 9, C3 = 9 }", ""))
     chunks = [HISTORIES.draw(first, min(200, 1003 - first))[0] for first in range(0, 1003, 200)]
-    write_stream(tmp_path / "in", [with_categories(each) for each in chunks])
+    write_stream(tmp_path / "in", [with_categories(chunk) for chunk in chunks])
     one, two = (
         {"folder": str(tmp_path), "source": str(tmp_path / "in"), "run_dir": str(tmp_path / name), "set": OF_HISTORIES}
         | {"publish": str(tmp_path / f"{name}_published")}

@@ -70,9 +70,9 @@ def test_a_blob_is_decoded_exactly_or_rejected() -> None:
     for index in range(len(whole)):
         damaged[index] = [whole[:index], whole[:index] + bytes([whole[index] ^ 64]) + whole[index + 1 :]]
     for index, blobs in damaged.items():
-        for each in blobs:
+        for blob in blobs:
             with pytest.raises(OtherFormat if len(b"cowrec-") <= index < len(MAGIC) else DamagedBlob):
-                decode(each)
+                decode(blob)
     assert not decode(encode(blob_of(Change(0, None, {})))).change.tables
 
 
@@ -111,8 +111,8 @@ def test_a_reader_gets_the_publishers_model_whenever_it_starts(url: str) -> None
                 sessions.append(out.counters())
             assert early.model.same_as(model)
             model = undone
-        assert [each["version"] for each in sessions] == [11, 22, 33]
-        assert not any(each["failures"] or each["pending_rows"] for each in sessions)
+        assert [session["version"] for session in sessions] == [11, 22, 33]
+        assert not any(session["failures"] or session["pending_rows"] for session in sessions)
         assert [blob.version for blob in early.seen] == list(range(1, 34))
         assert [blob.version for blob in early.seen if blob.kind == "full"] == [1, 12, 23]
         with reading(url) as late:
@@ -343,11 +343,11 @@ def test_readers_go_back_and_a_later_trainer_goes_on(url: str) -> None:
             assert late.model.same_as(states[6])
             with publisher(url, compact_after=4) as out:
                 publish_many(out, model, states, 3)
-            for each in (reader, late):
-                wait_for(lambda each=each: each.version == 17)
-                assert [blob.version for blob in each.seen[-4:]] == [14, 15, 16, 17]
-                assert [blob.kind for blob in each.seen[-4:]] == ["full", "full", "delta", "delta"]
-                assert each.model.same_as(model)
+            for follower in (reader, late):
+                wait_for(lambda follower=follower: follower.version == 17)
+                assert [blob.version for blob in follower.seen[-4:]] == [14, 15, 16, 17]
+                assert [blob.kind for blob in follower.seen[-4:]] == ["full", "full", "delta", "delta"]
+                assert follower.model.same_as(model)
         assert [blob.version for blob in reader.seen[-6:]] == list(range(12, 18))
 
 
@@ -393,12 +393,12 @@ def test_only_intact_full_versions_are_published_again(tmp_path: Path) -> None:
             url,
             version,
         )
-    listed = {(each.version, each.kind): each for each in list_versions(url)}
-    blobs = {each.version: each.blob for each in listed.values() if each.blob}
+    listed = {(found.version, found.kind): found for found in list_versions(url)}
+    blobs = {found.version: found.blob for found in listed.values() if found.blob}
     assert blobs[1].lineage == blobs[6].lineage != blobs[7].lineage
     assert (blobs[7].change.step, blobs[7].change.sample_time) == (7, 70)
-    for each in Path(url).glob("full-*"):
-        each.write_bytes(each.read_bytes()[:-1])
+    for path in Path(url).glob("full-*"):
+        path.write_bytes(path.read_bytes()[:-1])
     refused(r"there is none: a published version of .* is truncated or altered", republish, url, 1)
 
 

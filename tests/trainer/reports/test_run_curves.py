@@ -78,7 +78,7 @@ def test_a_test_split_measured_at_the_end_is_shown_at_its_epoch(tmp_path: Path) 
     lines += [{"kind": "eval", "step": 5 * (n + 1), "epoch": n, "validation_auc": 0.6} for n in range(3)]
     lines += [{"kind": "test", "step": 15, "epoch": n, "auc": auc, "logloss": 0.5} for n, auc in ((2, 0.7), (0, 0.8))]
     curves = RunCurves.read("run", write(tmp_path, lines) / "metrics.jsonl")
-    assert [each.tolist() for each in curves.by_epoch("auc")] == [[1, 3], [0.8, 0.7]]
+    assert [tensor.tolist() for tensor in curves.by_epoch("auc")] == [[1, 3], [0.8, 0.7]]
     assert [line["step"] for line in curves.epochs] == [5, 10, 15]
     assert curves_table([curves]).splitlines()[-1].split()[:5] == ["run", "3", "0.7000", "0.8000", "(1)"]
 

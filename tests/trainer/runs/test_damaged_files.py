@@ -26,7 +26,7 @@ VALUES = st.recursive(
 def paths_of(value: Any, path: tuple = ()) -> list[tuple]:
     """Paths to all parts of nested dictionaries and lists."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(found for key, each in inner for found in paths_of(each, (*path, key)))]
+    return [path, *(found for key, value in inner for found in paths_of(value, (*path, key)))]
 
 
 def changed(value: Any, path: tuple, new: Any) -> Any:
@@ -59,7 +59,7 @@ def test_any_value_at_any_key_of_a_configuration(tmp_path: Path, choice: int, va
     """The value is loaded as written, and again when it has been saved, or one UserError explains the problem."""
     plain = to_plain(RunConfig())
     file = tmp_path / "run.toml"
-    paths = [each for each in paths_of(plain) if len(each) > 1]
+    paths = [path for path in paths_of(plain) if len(path) > 1]
     path = paths[choice % len(paths)]
     try:
         file.write_text(tomli_w.dumps(changed(plain, path, value)), encoding="utf-8")
@@ -88,7 +88,7 @@ def read_all(folder: Path) -> int | str:
         return str(error)
     for batch in batches:
         for field, ids in batch.sparse.to_dict().items():
-            assert all(0 <= each < sizes[field] for each in ids.values().tolist())
+            assert all(0 <= value < sizes[field] for value in ids.values().tolist())
     return sum(len(batch.label) for batch in batches)
 
 

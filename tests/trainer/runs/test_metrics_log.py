@@ -154,7 +154,7 @@ def test_errors_of_a_tracker_leave_out_readings_and_warn_once(tmp_path: Path, ca
     # Beginning failed with the first two readings, and the third could not be recorded.
     logged = [("log", step, {"train/loss": step / 2, "train/clip/city": 3.0}) for step in (4, 5)]
     assert tracker.calls == [("begin", None), *logged, ("end", "FINISHED")]
-    (warning,) = (each.getMessage() for each in caplog.records if each.levelno == logging.WARNING)
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert "some does not record all metrics: OSError: begin failed at https://***@host/;" in warning
     again = Recorder()
     with pytest.raises(Interrupted), logging_to(tmp_path, again, resumed_at=5):

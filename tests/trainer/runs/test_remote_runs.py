@@ -60,7 +60,7 @@ def uri(server: S3Server, data: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 def fetched(folder: Path) -> set[int]:
     """Numbers of the training shards in a copy, which has no file in part."""
     assert not list(folder.rglob("*.partial"))
-    return {int(each.stem) for each in (folder / "train").glob("*")}
+    return {int(path.stem) for path in (folder / "train").glob("*")}
 
 
 def test_a_shard_is_copied_when_it_is_read_and_kept(uri: str, data: Path) -> None:
@@ -124,11 +124,11 @@ def run(folder: Path, place: str | Path, *more: str, resume: bool = False) -> di
 
 def stored(server: S3Server, path: str) -> set[str]:
     found = server.files().get_file_info(pafs.FileSelector(path, recursive=True))
-    return {each.path.removeprefix(f"{path}/") for each in found if each.type == pafs.FileType.File}
+    return {file.path.removeprefix(f"{path}/") for file in found if file.type == pafs.FileType.File}
 
 
 def files(folder: Path) -> set[str]:
-    return {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_run_in_an_object_store_equals_a_local_one(folder: Path, server: S3Server, cowrec: Cowrec) -> None:
@@ -246,7 +246,7 @@ def test_hosts_that_share_no_folder_train_and_resume(server: S3Server, tmp_path:
     assert_same(local_copy(f"s3://{PATH}"), tmp_path / "run")
     manifest = json.loads((local_copy(f"s3://{PATH}") / "checkpoints/step_000000010/checkpoint.json").read_text())
     assert manifest["files"].keys() == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
-    kept = {each.split("/")[1] for each in stored(server, PATH) if each.startswith("checkpoints/")}
+    kept = {name.split("/")[1] for name in stored(server, PATH) if name.startswith("checkpoints/")}
     assert kept == {"step_000000009", "step_000000010"}
     assert not list(tmp_path.glob("cache*/**/*.distcp"))
 
@@ -280,4 +280,4 @@ def test_a_checkpoint_without_a_shard_is_not_sealed(tmp_path: Path) -> None:
         checkpoints.save(state, Progress(2), {}, lambda partial: (partial / "__0_0.distcp").unlink())
         refused("step 2 could not be written .*lacks __0_0.distcp.* good checkpoint is .*0001", checkpoints.finish)
     assert checkpoints.failures == 1
-    assert [each.name for each in list_checkpoints(checkpoints.folder)] == ["step_000000001"]
+    assert [checkpoint.name for checkpoint in list_checkpoints(checkpoints.folder)] == ["step_000000001"]

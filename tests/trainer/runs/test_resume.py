@@ -93,7 +93,7 @@ def test_a_resumed_run_is_bit_identical(folder: Path, tmp_path: Path, name: str)
     if name == "replay":
         state = state_of(tmp_path / "uninterrupted", "embedding_optimizer")
         behind = [value.unique() for key, value in state.items() if key.endswith("/last_step")]
-        assert any(len(each) > 1 for each in behind), "saving brings no row up to date"
+        assert any(len(rows) > 1 for rows in behind), "saving brings no row up to date"
     for at in {"replay": (3, 5, 6)}.get(name, (6,) if name in OPTIMIZERS else (3,)):
         copy = interrupted(tmp_path / "uninterrupted", at, tmp_path / f"at{at}")
         resumed = run(folder, copy, *settings, resume=True)
@@ -162,7 +162,7 @@ def test_a_large_state_is_in_several_files(
     run(folder, copy, resume=True)
     shutil.rmtree(copy / "checkpoints" / checkpoint_name(10))
     files = (copy / "checkpoints" / checkpoint_name(9)).glob("*.distcp")
-    assert sorted(each.name for each in files) == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]
+    assert sorted(file.name for file in files) == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]
     run(folder, copy, resume=True)
     assert_same(copy, uninterrupted)
 
@@ -290,7 +290,7 @@ def test_a_malicious_checkpoint_runs_no_code(folder: Path, uninterrupted: Path, 
 def test_checkpoints_that_are_kept(folder: Path, tmp_path: Path) -> None:
     """The last two and the one after the best epoch are kept."""
     report = run(folder, tmp_path / "run", "train.epochs=4", "checkpoint.keep_last=2", "checkpoint.keep_best=logloss")
-    left = {int(each.name.removeprefix("step_")) for each in (tmp_path / "run" / "checkpoints").iterdir()}
+    left = {int(path.name.removeprefix("step_")) for path in (tmp_path / "run" / "checkpoints").iterdir()}
     best = min(report["epochs"], key=lambda epoch: epoch["logloss"])["step"]
     assert left == {18, 20, best}
 
@@ -310,7 +310,7 @@ def test_a_damaged_later_checkpoint_costs_none_that_is_kept(
     def saves(self: Checkpoints, *given: Any) -> None:
         save(self, *given)
         self.finish()
-        saved.append([each.name for each in list_checkpoints(self.folder)])
+        saved.append([path.name for path in list_checkpoints(self.folder)])
 
     save = Checkpoints.save
     with pytest.MonkeyPatch.context() as patch:
@@ -340,7 +340,7 @@ def test_a_checkpoint_that_replaces_one_of_its_step_outlasts_a_kill(uninterrupte
     with process_group("cpu") as process:
         Checkpoints(RunPlace(copy, resume=True), CheckpointConfig(), process).clean()
     assert not list(checkpoints.glob("*.partial"))
-    assert [each.name for each in list_checkpoints(checkpoints)][-2:] == ["step_000000009", "step_000000010"]
+    assert [path.name for path in list_checkpoints(checkpoints)][-2:] == ["step_000000009", "step_000000010"]
 
 
 @contextmanager

@@ -104,10 +104,10 @@ def command(case: Path, *arguments: str) -> list[str]:
 def records(text: str) -> list[dict[str, str]]:
     """The lines of a log, each of which must be an object with the keys of all."""
     found = [json.loads(line) for line in text.splitlines()]
-    for each in found:
-        assert each.keys() >= KEYS, each
-        assert datetime.fromisoformat(each["time"]).tzinfo == UTC
-        assert each["level"] in ("info", "warning", "error", "critical")
+    for entry in found:
+        assert entry.keys() >= KEYS, entry
+        assert datetime.fromisoformat(entry["time"]).tzinfo == UTC
+        assert entry["level"] in ("info", "warning", "error", "critical")
     return found
 
 

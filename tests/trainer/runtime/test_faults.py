@@ -37,7 +37,7 @@ folder = data_folder()
 def training(folder: Path, run_dir: Path, *overrides: str) -> list[str]:
     """Arguments of ``cowrec``."""
     command = ["train", f"{folder}/run.toml", "--data", f"{folder}/data", "--run-dir", f"{run_dir}", "--resume"]
-    return [*command, *(part for each in overrides for part in ("--set", each))]
+    return [*command, *(part for override in overrides for part in ("--set", override))]
 
 
 def line_with(process, text: str) -> str:
@@ -98,7 +98,7 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: 
     last = line.rpartition("the last good checkpoint is ")[2].strip()
     assert Path(last).is_dir()
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, unlimited)
-    wait_for(lambda: max(each.name for each in (run_dir / "checkpoints").glob("step_?????????")) > Path(last).name)
+    wait_for(lambda: max(path.name for path in (run_dir / "checkpoints").glob("step_?????????")) > Path(last).name)
     process.terminate()
     assert process.wait(timeout=600) == 130
     assert not list(run_dir.rglob("*.partial"))

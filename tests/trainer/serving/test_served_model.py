@@ -93,7 +93,7 @@ class Oracle:
         for name, features in FEATURES.items():
             change = self.change({name: list(self.tables[name])}, {}).tables[name]
             parts = (change.rows, change.ids) if change.feature is None else (change.rows, change.ids, change.feature)
-            tables.append(TrainedTable(name, features, *(torch.from_numpy(each) for each in parts)))
+            tables.append(TrainedTable(name, features, *(torch.from_numpy(part) for part in parts)))
         tables.append(TrainedTable("cities", ("city",), torch.tensor(self.cities)))
         schema, dense = collisionless_schema(), dict(self.network.state_dict())
         write_export(folder, CONFIG, schema, folder / "none", dense, tables, precision, step=3, sample_time=30)
@@ -110,7 +110,7 @@ class Oracle:
                 *(features if len(FEATURES[name]) > 1 else ()),
             )
         tables["cities"] = TableChange(np.arange(4), np.array(self.cities, np.float32))
-        weights = {key: each.numpy().copy() for key, each in self.network.state_dict().items()} if dense else {}
+        weights = {key: tensor.numpy().copy() for key, tensor in self.network.state_dict().items()} if dense else {}
         return Change(self.rng.randrange(100), self.rng.randrange(100), tables, weights)
 
     def train(self, ids: int, dense: bool) -> Change:
@@ -128,24 +128,24 @@ class Oracle:
         self.cities = [self.row("cities") for _ in self.cities]
         if dense:
             with torch.no_grad():
-                for each in self.network.parameters():
-                    each.normal_(std=0.5)
+                for parameter in self.network.parameters():
+                    parameter.normal_(std=0.5)
         return self.change(written, deleted, dense)
 
     def everything(self) -> Change:
         return self.change({name: list(table) for name, table in self.tables.items()}, {}, dense=True)
 
-    def looked_up(self, name: str, feature: int, each: int) -> torch.Tensor:
+    def looked_up(self, name: str, feature: int, id_: int) -> torch.Tensor:
         table = self.tables[name]
-        return torch.tensor(table[0, each] if each in RESERVED else table.get((feature, each), table[0, 0]))
+        return torch.tensor(table[0, id_] if id_ in RESERVED else table.get((feature, id_), table[0, 0]))
 
     def predict(self, samples: SampleBlock) -> np.ndarray:
         rows = torch.zeros(len(samples), 4, USER_WIDTH)
         for b, (item, user, city) in enumerate(samples.ids.tolist()):
             rows[b, 0, :WIDTH] = self.looked_up("items", 0, item)
             start, end = samples.bags["basket"].offsets[b : b + 2].tolist()
-            for each in samples.bags["basket"].values[start:end].tolist():
-                rows[b, 1, :WIDTH] += self.looked_up("items", 1, each) / (end - start)
+            for id_ in samples.bags["basket"].values[start:end].tolist():
+                rows[b, 1, :WIDTH] += self.looked_up("items", 1, id_) / (end - start)
             rows[b, 2] = self.looked_up("users", 0, user)
             rows[b, 3, :WIDTH] = torch.tensor(self.cities[city])
         with torch.no_grad():
@@ -169,7 +169,7 @@ def random_samples(rng: random.Random, ids: int, count: int = 40) -> SampleBlock
     [
         (8, "float32"),
         (30, "int8"),
-        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((3000, "float32"), (30, "float16"))),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((3000, "float32"), (30, "float16"))),
     ],
 )
 def test_ids_that_are_added_deleted_and_added_again(tmp_path: Path, ids: int, precision: str) -> None:
@@ -195,7 +195,7 @@ def test_ids_that_are_added_deleted_and_added_again(tmp_path: Path, ids: int, pr
         change = oracle.everything() if whole else oracle.train(ids, version % 3 == 0)
         served.apply(decode(encode(full(change, version) if whole else delta(change, version))))
         check()
-        resident = sum(each not in RESERVED for table in oracle.tables.values() for _, each in table)
+        resident = sum(id_ not in RESERVED for table in oracle.tables.values() for _, id_ in table)
         applied += change.num_rows
         assert (served.counters()["resident_ids"], served.counters()["applied_rows"]) == (resident, applied)
         state = served.state
@@ -225,7 +225,9 @@ def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         "of lineage 'other'": dataclasses.replace(delta(later, 5), lineage="other"),
         "other data or of another network": dataclasses.replace(full(everything, 9), fingerprint="0" * 64),
         "rows of table 'users' are not finite": table("users", one, user_row * np.nan),
-        "dense weights '.*' are not finite": dense({name: each * np.inf for name, each in everything.dense.items()}),
+        "dense weights '.*' are not finite": dense(
+            {name: parameter * np.inf for name, parameter in everything.dense.items()}
+        ),
         "the dense weights do not fit": dense({"linear.bias": user_row[0, :1]}),
     }
     for message, blob in wrong.items():
@@ -253,13 +255,13 @@ def test_every_prediction_is_of_one_version(tmp_path: Path) -> None:
     alone, served = (ServedModel.load(tmp_path / "export") for _ in range(2))
     samples = [random_samples(oracle.rng, IDS, 100) for _ in range(4)]
     blobs = []
-    expected = [[alone.predict(each) for each in samples]]
+    expected = [[alone.predict(sample) for sample in samples]]
     for version in range(1, VERSIONS + 1):
         change = oracle.train(IDS + 50 * version, version % 2 == 0)
         whole = version % 8 == 1
         blobs.append(full(oracle.everything(), version) if whole else delta(change, version))
         alone.apply(blobs[-1])
-        expected.append([alone.predict(each) for each in samples])
+        expected.append([alone.predict(sample) for sample in samples])
     seen, wrong, finished = set[int](), list[str](), threading.Event()
 
     def ask(number: int) -> None:
@@ -301,10 +303,10 @@ def as_changes(rows: dict[tuple[int, int], int], removed: set[tuple[int, int]]) 
     """Changes of one table for each field; every column of a row has its value."""
     changes = []
     for field in range(4):
-        ids = np.array([each for of, each in rows if of == field], np.int64)
+        ids = np.array([id_ for of, id_ in rows if of == field], np.int64)
         values = np.array([value for (of, _), value in rows.items() if of == field], np.float32)
-        gone = np.array([each for of, each in removed if of == field], np.int64)
-        numbers = [np.full(len(each), field) for each in (ids, gone)]
+        gone = np.array([id_ for of, id_ in removed if of == field], np.int64)
+        numbers = [np.full(len(own_ids), field) for own_ids in (ids, gone)]
         changes.append(RowChange(ids, numbers[0], np.repeat(values[:, None], WIDTHS[field], 1), gone, numbers[1]))
     return changes
 
@@ -320,26 +322,26 @@ def test_tables_equal_dictionaries(versions: list) -> None:
     served = ServedRows(schema, sizes, np.array([0, 0, 1, 2]), WIDTHS, "float32")
     asked = [0, 1, *(number << 40 for number in range(2, 10)), -3]
     cities = [-1, 0, 1, 2, 3, 4, -5, 1 << 30, 0, 1, 2]
-    single = torch.tensor([[each, each, city] for each, city in zip(asked, cities, strict=True)])
+    single = torch.tensor([[id_, id_, city] for id_, city in zip(asked, cities, strict=True)])
     bags = {"basket": Bags(torch.tensor(asked), torch.arange(len(asked) + 1))}
     samples = SampleBlock(torch.zeros(len(asked), 1), torch.zeros(len(asked)), single, bags)
-    rows = {(field, each): 0 for field in (0, 2) for each in (0, 1)} | {(3, each): 0 for each in range(4)}
+    rows = {(field, id_): 0 for field in (0, 2) for id_ in (0, 1)} | {(3, id_): 0 for id_ in range(4)}
 
     def check(tables: tuple, rows: dict[tuple[int, int], int]) -> None:
         unknown, missing = np.zeros(4, np.int64), np.zeros(4, np.int64)
         got = served.gather(samples, tables, unknown)
         for b in range(len(asked)):
             for field in range(4):
-                each = int(single[b, 2]) if field == 3 else asked[b]
-                key = (0 if field == 1 and each in (0, 1) else field, each)
+                id_ = int(single[b, 2]) if field == 3 else asked[b]
+                key = (0 if field == 1 and id_ in (0, 1) else field, id_)
                 default = (0 if field == 1 else field, 0)
-                assert (got[b, field, : WIDTHS[field]] == rows.get(key, rows[default])).all(), (field, each)
+                assert (got[b, field, : WIDTHS[field]] == rows.get(key, rows[default])).all(), (field, id_)
                 missing[field] += key not in rows or key == default
         np.testing.assert_array_equal(unknown, missing)
 
     for whole, written, removed, numbered in versions:
-        changed = {(0 if each in (0, 1) and field == 1 else field, each): v for (field, each), v in written.items()}
-        changed |= {(3, each): value for each, value in numbered.items()}
+        changed = {(0 if id_ in (0, 1) and field == 1 else field, id_): v for (field, id_), v in written.items()}
+        changed |= {(3, id_): value for id_, value in numbered.items()}
         removed = removed - changed.keys()
         before, tables = dict(rows), served.tables
         if whole:
@@ -352,7 +354,7 @@ def test_tables_equal_dictionaries(versions: list) -> None:
             check(served.tables, rows)
             served.merge(as_changes(changed, removed))
         check(served.tables, rows)
-        assert served.resident == sum(field != 3 and each > 1 for field, each in rows)
+        assert served.resident == sum(field != 3 and id_ > 1 for field, id_ in rows)
 
 
 FIELDS, DENSE, DIM = ["a", "b", "c"], 2, 8
@@ -397,7 +399,7 @@ class Scaling(nn.Module):
 
 
 def test_networks_that_change_their_operations_or_read_weights_as_numbers_are_not_replayed() -> None:
-    branching, scaling = (InferenceNetwork(each, 0.0, SIZES) for each in (Branching(), Scaling()))
+    branching, scaling = (InferenceNetwork(module, 0.0, SIZES) for module in (Branching(), Scaling()))
     dense, rows = torch.randn(5, DENSE), torch.randn(5, *SIZES[1:])
     assert not branching.replays
     assert not scaling.replays

@@ -119,8 +119,8 @@ def test_requests_with_shared_fields(server: Client) -> None:
     samples = [{**GOOD, "city": f"city{number % 7}", "price": number} for number in range(40)]
     for names in (["price", "tags"], ["city", "history"], list(GOOD), []):  # the others differ between samples
         shared = {name: GOOD[name] for name in names} | {"unknown": 1}
-        own = [{name: value for name, value in each.items() if name not in names} for each in samples]
-        assert server.predict({"shared": shared, "samples": own}) == server.predict([each | shared for each in own])
+        own = [{name: value for name, value in sample.items() if name not in names} for sample in samples]
+        assert server.predict({"shared": shared, "samples": own}) == server.predict([fields | shared for fields in own])
     assert server.predict({"shared": user, "samples": []})[1]["probabilities"] == []
     city, rest = {"city": "of one long id" * 20_000}, [{**user, "price": index % 5} for index in range(60)]
     assert server.predict({"shared": city, "samples": rest})[0] == 200
@@ -178,7 +178,7 @@ def test_a_prediction_that_is_not_finite_is_rejected(server: Client) -> None:
 def test_wrong_paths_and_methods(server: Client) -> None:
     status, answer = server.ask("GET", "/nothing")
     known = ("POST /predict", "GET /livez", "GET /readyz", "GET /metrics")
-    assert (status, all(each in answer["error"] for each in known)) == (404, True), answer
+    assert (status, all(name in answer["error"] for name in known)) == (404, True), answer
     assert server.ask("GET", "/predict")[0] == 405
     assert server.predict(GOOD)[0] == 200
     assert server.ask("POST", "/predict/", GOOD)[0] == 404  # no redirection to the host that the client names
@@ -217,7 +217,7 @@ def test_fields_whose_ids_are_mostly_unknown_are_told_once(folder: Path, caplog:
             service.compute([RequestSample(sample)] * 20)
     finally:
         service.close()
-    (line,) = [each for each in caplog.messages if "training did not have" in each]
+    (line,) = [message for message in caplog.messages if "training did not have" in message]
     assert line.startswith("the first 100 samples have ids that training did not have: city 100, tags 80; check")
 
 
@@ -268,9 +268,9 @@ def test_requests_are_logged_if_asked_for_and_keep_their_ids(folder: Path, caplo
         service.batcher._compute = None  # type: ignore[assignment]  # a bug, which no request can provoke
         status, content = client.predict(GOOD)
         assert (status, "internal error; the log of the server shows it as request " in content["error"]) == (500, True)
-    lines = [each for each in caplog.messages if "POST /predict" in each]
+    lines = [message for message in caplog.messages if "POST /predict" in message]
     assert re.fullmatch(r"127.0.0.1 POST /predict, request a-1/2: status 200, 1 samples, [0-9.]+ ms", lines[0])
-    assert [": status 200" in each and "request -:" in each for each in lines[1:3]] == [True] * 2
+    assert [": status 200" in line and "request -:" in line for line in lines[1:3]] == [True] * 2
     number = content["error"].rpartition(" ")[2]
     assert f"request {number} to predict failed" in caplog.messages
     assert f"request {number}: status 500" in lines[3]
@@ -389,13 +389,13 @@ def test_requests_beyond_the_concurrency_limit_are_refused(limited: Limited) -> 
     """Of six that arrive at once four have a slot; those refused are served on the same connections later."""
     connections = connected(limited[0], 6)
     busy = "4 requests are in progress, which is the limit; retry later"
-    answers = at_once(limited, [(each, post(GOOD)) for each in connections])
+    answers = at_once(limited, [(connection, post(GOOD)) for connection in connections])
     assert answers == {(200, False, False, ""): 4, (503, True, False, busy): 2}
     assert limited[0].metrics()["cowrec_rejected_requests_total{reason=busy}"] == 2
-    for each in connections:
-        each.sendall(post(GOOD))
-        assert answer_of(each)[0] == 200
-        each.close()
+    for connection in connections:
+        connection.sendall(post(GOOD))
+        assert answer_of(connection)[0] == 200
+        connection.close()
 
 
 def test_a_connection_beyond_the_limit_is_refused_alone_and_silent_ones_are_closed(folder: Path) -> None:
@@ -404,18 +404,18 @@ def test_a_connection_beyond_the_limit_is_refused_alone_and_silent_ones_are_clos
     with serving_here(folder / "export", limits) as (client, service):
         first, *others = connected(client, 4)
         wait_for(lambda: client.metrics()["cowrec_open_connections"] == 5)
-        for each in connected(client, 1):
-            each.sendall(post(GOOD))
+        for connection in connected(client, 1):
+            connection.sendall(post(GOOD))
             refusal = "4 connections are open, which is the limit; retry later"
-            assert answer_of(each) == (503, True, True, refusal)
-            each.close()
+            assert answer_of(connection) == (503, True, True, refusal)
+            connection.close()
         for path in ("/livez", "/readyz", "/metrics"):
             assert client.ask("GET", path)[0] == 200
         first.sendall(post(GOOD))
         assert answer_of(first)[0] == 200
         assert client.metrics()["cowrec_rejected_requests_total{reason=connections}"] == 1
-        for each in (first, *others):
-            each.close()
+        for other in (first, *others):
+            other.close()
         service.limits = replace(limits, idle_seconds=0.1)
         (silent,) = connected(client, 1)
         assert silent.recv(1) == b""
@@ -429,8 +429,8 @@ def test_connections_far_beyond_the_limit_are_closed_at_once(folder: Path, monke
         kept = connected(client, 3)
         wait_for(lambda: _is_closed(client))
         assert not _has_ended(kept[0])
-        for each in kept:
-            each.close()
+        for connection in kept:
+            connection.close()
         wait_for(lambda: client.metrics()["cowrec_open_connections"] == 1)
 
 
@@ -461,12 +461,12 @@ def test_headers_that_are_too_large_or_too_slow_end_their_connection(folder: Pat
         slow.sendall(b"GET /livez HTTP/1.1\r\n")
         assert slow.recv(1000) == b""
         metrics = client.metrics()
-        assert [metrics[f"cowrec_rejected_requests_total{{reason={each}}}"] for each in ("headers", "bad_http")] == [
+        assert [metrics[f"cowrec_rejected_requests_total{{reason={name}}}"] for name in ("headers", "bad_http")] == [
             1,
             1,
         ]
-        for each in (large, slow, wrong):
-            each.close()
+        for connection in (large, slow, wrong):
+            connection.close()
 
 
 def test_requests_that_are_late_are_refused(limited: Limited) -> None:
@@ -474,7 +474,7 @@ def test_requests_that_are_late_are_refused(limited: Limited) -> None:
     client, request = limited[0], post(GOOD, "/predict?timeout_ms=0.001")
     connections = connected(client, 2)
     late = "no prediction could be made within 0.001 ms; retry later"
-    assert at_once(limited, [(each, request) for each in connections]) == {(503, True, False, late): 2}
+    assert at_once(limited, [(opened, request) for opened in connections]) == {(503, True, False, late): 2}
     assert client.metrics()["cowrec_rejected_requests_total{reason=late}"] == 2
     for connection in connections:
         connection.close()
@@ -486,8 +486,8 @@ def test_requests_that_are_late_are_refused(limited: Limited) -> None:
 def everything(export: Path, step: int, sample_time: int | None = None) -> Change:
     """A complete model, as a trainer publishes it."""
     rows = {file.stem: load_file(file)["rows"].numpy() for file in sorted((export / "tables").iterdir())}
-    tables = {name: TableChange(np.arange(len(each)), each) for name, each in rows.items()}
-    dense = {name: each.numpy() for name, each in load_file(export / "dense.safetensors").items()}
+    tables = {name: TableChange(np.arange(len(row)), row) for name, row in rows.items()}
+    dense = {name: tensor.numpy() for name, tensor in load_file(export / "dense.safetensors").items()}
     return Change(step, sample_time, tables, dense)
 
 

@@ -51,7 +51,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def request(*samples: Any) -> dict[str, SimpleNamespace]:
-    texts = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in samples]
+    texts = [sample if isinstance(sample, bytes) else json.dumps(sample).encode() for sample in samples]
     return {"SAMPLES": tensor("SAMPLES", np.array(texts, object).reshape(-1, 1))}
 
 
@@ -59,14 +59,14 @@ def test_the_backend_predicts_as_predict_does(model: Any, tmp_path: Path) -> Non
     """Up to the order of sums; requests of several sizes, and some that are refused alone."""
     rows = (tmp_path / "raw.csv").read_text().splitlines()[1 + TRAIN_ROWS :]
     samples = [dict(zip(COLUMNS, row.split(",")[1:], strict=True)) for row in rows]
-    samples = [each | {"price": float(each["price"])} for each in samples]
+    samples = [sample | {"price": float(sample["price"])} for sample in samples]
     expected = predicted(tmp_path / "runs" / "clicks", tmp_path / "data")
     assert len(samples) == len(expected) == TEST_ROWS
     wrong = [request(b"{"), request([]), request(samples[0], samples[1] | {"price": "much"}), request({})]
     first, *refused, second = model.execute([request(samples[0]), *wrong, request(*samples[1:])])
-    outputs = [each.tensors[0].as_numpy() for each in (first, second)]
-    assert [each.shape for each in outputs] == [(1, 1), (TEST_ROWS - 1, 1)]
-    assert {each.dtype for each in outputs} == {np.dtype("float32")}
+    outputs = [response.tensors[0].as_numpy() for response in (first, second)]
+    assert [output.shape for output in outputs] == [(1, 1), (TEST_ROWS - 1, 1)]
+    assert {output.dtype for output in outputs} == {np.dtype("float32")}
     np.testing.assert_allclose(np.concatenate(outputs)[:, 0], expected, rtol=2e-5, atol=2e-6)
     messages = ("SAMPLES[0]: the body is not JSON", "SAMPLES[0] must be one", "SAMPLES[1]: ", "SAMPLES[0]: columns ")
     for response, message in zip(refused, messages, strict=True):

@@ -37,7 +37,9 @@ def test_dense_adam_equals_a_loop(epsilon: str, betas: tuple[float, float]) -> N
         else:
             w = w - lr * (m / (1 - left1)) / (np.sqrt(v / (1 - left2)) + eps)
     np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=4e-7, atol=2e-6)
-    assert all(each.isfinite().all() for each in optimizer.tensors()["weight"].values()), "checkpoints refuse others"
+    assert all(tensor.isfinite().all() for tensor in optimizer.tensors()["weight"].values()), (
+        "checkpoints refuse others"
+    )
 
 
 @pytest.mark.parametrize("epsilon", ["keras", "torch"])
@@ -131,6 +133,6 @@ def test_each_task_has_the_mean_over_its_known_labels(name: str, weighted: bool)
                 terms.append(one * (1 if weight is None else weight[row] / 2))
         expected = expected + of_task * sum(terms) / len(terms)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    (gradient,), (wanted,) = (torch.autograd.grad(each, logits) for each in (found, expected))
+    (gradient,), (wanted,) = (torch.autograd.grad(loss, logits) for loss in (found, expected))
     torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-15)
     assert not gradient[:, 2].any()

@@ -95,12 +95,12 @@ def test_a_fused_optimizer_follows_the_decay_and_the_rates_of_tables(folder: Pat
             batches = map(state.ids.training, reader.epoch(0))
             lookups = ModelInventory(state.model).lookups
             assert sorted(shard.name for lookup in lookups for shard in lookup.shards) == ["city", "tags"]
-            start = {name: gathered_table(each, process).clone() for name, each in tables_of(state.model).items()}
+            start = {name: gathered_table(tensor, process).clone() for name, tensor in tables_of(state.model).items()}
             for step in range(4):
                 state.step(batches)
                 if not step:
                     now = tables_of(state.model).items()
-                    moved.append({name: gathered_table(each, process) - start[name] for name, each in now})
+                    moved.append({name: gathered_table(tensor, process) - start[name] for name, tensor in now})
                 for lookup in lookups:
                     rate = rates.get(lookup.shards[0].name, 0.01) * (1 - step / 10)
                     assert lookup.module.get_learning_rate() == pytest.approx(rate)

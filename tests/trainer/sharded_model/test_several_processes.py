@@ -139,7 +139,7 @@ def test_several_processes_train_what_one_does(folder: Path, of: tuple[str, int,
     assert len(metrics(runs[0], "eval")) == len(metrics(runs[1], "eval"))
     assert not list(runs[1].rglob("*.partial"))
     states = [up_to_date(run) for run in runs]
-    parts = [{key: each[key] for key in each if key.startswith(("/model", "/embedding"))} for each in states]
+    parts = [{key: state[key] for key in state if key.startswith(("/model", "/embedding"))} for state in states]
     assert_close(*parts, atol=2e-5 if "ids" in name else 1e-6)
 
 

@@ -35,9 +35,9 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], list
     city = rng.integers(0, 40, ROWS)
     tags = [rng.choice(12, size, replace=False) for size in rng.integers(0, 4, ROWS)]
     effects, of_tags = rng.normal(size=40), rng.normal(size=12)
-    logit = effects[city] + [of_tags[each].sum() for each in tags] - 1
+    logit = effects[city] + [of_tags[tag].sum() for tag in tags] - 1
     label = (rng.random(ROWS) < 1 / (1 + np.exp(-logit))).astype(int)
-    cities, texts = [f"c{each}" for each in city], ["|".join(f"t{tag}" for tag in each) for each in tags]
+    cities, texts = [f"c{number}" for number in city], ["|".join(f"t{tag}" for tag in own_tags) for own_tags in tags]
     lines = [f"{y},{c},{t}" for y, c, t in zip(label, cities, texts, strict=True)]
     folder = tmp_path_factory.mktemp("baseline")
     config = PrepareConfig(split="order", test_rows=ROWS - TRAIN - VALIDATION)
@@ -49,9 +49,9 @@ def test_both_are_those_of_the_raw_values(cowrec: Cowrec, raw: tuple[Path, list[
     """Logistic regression on one-hot values by scikit-learn; LightGBM by the measures of its own package."""
     data, cities, tags, label = raw
     output = data.parent / "baseline"
-    found = {each["model"]: each for each in baselines(data, output, 1 << 20)}
+    found = {baseline["model"]: baseline for baseline in baselines(data, output, 1 << 20)}
     train, test = slice(0, TRAIN), slice(TRAIN + VALIDATION, None)
-    words = [f"{city} {each.replace('|', ' ') or 'missing'}" for city, each in zip(cities, tags, strict=True)]
+    words = [f"{city} {tag.replace('|', ' ') or 'missing'}" for city, tag in zip(cities, tags, strict=True)]
     one_hot = CountVectorizer(token_pattern=r"\S+").fit(words[train]).transform(words)
     regression = found[LOGISTIC_REGRESSION]
     assert regression["C"] in PENALTIES
@@ -62,8 +62,8 @@ def test_both_are_those_of_the_raw_values(cowrec: Cowrec, raw: tuple[Path, list[
 
     trees = found[LIGHTGBM]
     ids = {name: np.unique(column, return_inverse=True)[1] for name, column in (("city", cities),)}
-    number = [len(each.split("|")) if each else 0 for each in tags]
-    last = np.unique([each.rpartition("|")[2] for each in tags], return_inverse=True)[1].astype(float)
+    number = [len(tag.split("|")) if tag else 0 for tag in tags]
+    last = np.unique([tag.rpartition("|")[2] for tag in tags], return_inverse=True)[1].astype(float)
     features = np.column_stack([ids["city"], number, np.where(np.array(tags) == "", np.nan, last)])
     booster = lightgbm.LGBMClassifier(n_estimators=trees["trees"], verbosity=-1)
     booster.fit(features[train], label[train], categorical_feature=[0, 2])
@@ -84,7 +84,7 @@ def test_a_split_without_labels_is_refused(tmp_path: Path) -> None:
 
 def test_the_newest_samples_are_taken(raw: tuple[Path, list[str], list[str], np.ndarray], tmp_path: Path) -> None:
     lines = list(baselines(raw[0], tmp_path, 1000))
-    assert [each["train_rows"] for each in lines] == [1000, 1000]
+    assert [line["train_rows"] for line in lines] == [1000, 1000]
     assert [json.loads(line)["model"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
         LIGHTGBM,
         LOGISTIC_REGRESSION,

@@ -81,7 +81,7 @@ def test_runs_on_data_that_were_prepared_anew_are_not_compared(folder: Path, tmp
     sweep(config, data, tmp_path / "grid", grid)
     schema, larger = Schema.load(data), dataclasses.replace(grid, batch_sizes=[51, 102])
     layout, prepared = (dict(schema.settings[name]) for name in ("layout", "prepare"))
-    layout["fields"] = [{**each, "column": "price"} for each in layout["fields"]]
+    layout["fields"] = [{**field, "column": "price"} for field in layout["fields"]]
     for changes, why in (
         ({"sources": ()}, "it was prepared from other files"),
         ({"settings": {"prepare": prepared, "layout": layout}}, r"it was prepared with other settings \(layout\)"),
@@ -100,15 +100,15 @@ def test_runs_on_data_that_were_prepared_anew_are_not_compared(folder: Path, tmp
 
 def test_run_folders_are_those_of_train_without_checkpoints(folder: Path) -> None:
     """All rules share one run at the base batch size, in the folder of the first rule."""
-    runs = {each.name for each in (folder / "grid" / "runs").iterdir()}
+    runs = {path.name for path in (folder / "grid" / "runs").iterdir()}
     assert (len(runs), "linear-51-clip_on-seed0" in runs) == (6, False)
     lines = {key(line): line for line in lines_of(folder / "grid")}
     assert {**lines["linear", 51, "on", 0], "rule": "cowclip"} == lines["cowclip", 51, "on", 0]
     run = folder / "grid" / "runs" / "linear-102-clip_off-seed0"
     saved = load_config(run / "config.toml")
     assert (saved.optimizer.scaling, saved.train.batch_size, saved.clip.rule) == ("linear", 102, "none")
-    assert {"report.json", "metrics.jsonl", "tensorboard"} <= {each.name for each in run.iterdir()}
-    assert not {"checkpoints", "vocabulary"} & {each.name for each in run.iterdir()}
+    assert {"report.json", "metrics.jsonl", "tensorboard"} <= {path.name for path in run.iterdir()}
+    assert not {"checkpoints", "vocabulary"} & {path.name for path in run.iterdir()}
 
 
 def test_a_larger_grid_adds_runs(folder: Path) -> None:
@@ -238,7 +238,7 @@ def lines_with(aucs: dict[tuple[str, int], Sequence[float]], clip: str = "on", *
 
 def row(text: str, block: str, name: str) -> list[str]:
     """Cells of a row of the table whose first cell starts with `block`."""
-    (found,) = [each for each in text.split("\n\n") if re.match(rf"{re.escape(block)}  ", each)]
+    (found,) = [part for part in text.split("\n\n") if re.match(rf"{re.escape(block)}  ", part)]
     (cells,) = [line.split("  ") for line in found.splitlines() if line.startswith(name)]
     return [cell.strip() for cell in cells if cell.strip()][1:]
 
@@ -360,7 +360,7 @@ def test_a_killed_study_goes_on_as_if_it_had_not_been(single: Path, found: Outco
     written = (output / "runs" / "trial-0" / "report.json").stat().st_mtime_ns
     again, kept = run_study(single, output), ("trial", "state", *VALUES, "epochs")
     assert (output / "runs" / "trial-0" / "report.json").stat().st_mtime_ns == written
-    one, other = ([[line[key] for key in kept] for line in each.lines] for each in (again, found))
+    one, other = ([[line[key] for key in kept] for line in table.lines] for table in (again, found))
     assert one == other
     assert not list(output.glob("runs/*/checkpoints"))
 

@@ -23,16 +23,16 @@ def test_parts_join_to_the_batches(folder: Path, world_size: int, start_step: in
         for rank in range(world_size)
     ]
     assert len(parts[0]) == len(whole)
-    iterators = [each.epoch(0, start_step) for each in parts]
+    iterators = [part.epoch(0, start_step) for part in parts]
     for step, batch in enumerate(whole.epoch(0, start_step), start_step):
-        taken = [[next(each) for each in iterators] for _ in range(parts[0].passes(step))]
-        assert torch.equal(torch.cat([each.dense for of_ranks in taken for each in of_ranks]), batch.dense)
+        taken = [[next(iterator) for iterator in iterators] for _ in range(parts[0].passes(step))]
+        assert torch.equal(torch.cat([batch.dense for of_ranks in taken for batch in of_ranks]), batch.dense)
         sizes = [of_ranks[0].global_batch_size for of_ranks in taken]
         assert len(taken) == min(4, batch.global_batch_size)
         assert max(sizes) - min(sizes) <= 1
         assert [of_ranks[0].share for of_ranks in taken] == [size / batch.global_batch_size for size in sizes]
         assert batch.share == 1
-    assert all(next(each, None) is None for each in iterators)
+    assert all(next(iterator, None) is None for iterator in iterators)
 
 
 CROSSES = "model.name=dcn optimizer.cross_l2=0.01"
@@ -46,6 +46,6 @@ def test_a_run_in_passes_is_that_without(folder: Path, tmp_path: Path, settings:
     reports = [run(folder, tmp_path / str(passes), *given, f"train.accumulation={passes}") for passes in (1, 5)]
     assert_close(*(state_of(tmp_path / str(passes), "model") for passes in (1, 5)), atol=1e-5)
     assert reports[0]["steps"] == reports[1]["steps"]
-    rows = [{name: each["rows"] for name, each in report["clip_statistics"]["fields"].items()} for report in reports]
+    rows = [{name: field["rows"] for name, field in report["clip_statistics"]["fields"].items()} for report in reports]
     assert rows[0] == rows[1]
     assert reports[1]["logloss"] == pytest.approx(reports[0]["logloss"], abs=1e-5)

@@ -104,7 +104,11 @@ class Graph(CudaGraphCapture):
     def _host_numbers(self) -> list[tuple[Any, str, Any]]:
         history = self.adam.collections[0].history
         own = [(history, name) for name in ("_steps", "_scheduled", "_scheduled_lr")]
-        own += [(self.dense, "_hyperparameters"), (self.adam, "lr"), *((each, "_step") for each in self.adam.lookups)]
+        own += [
+            (self.dense, "_hyperparameters"),
+            (self.adam, "lr"),
+            *((lookup, "_step") for lookup in self.adam.lookups),
+        ]
         return [(of, name, getattr(of, name)) for of, name in own]
 
 
@@ -116,8 +120,8 @@ def set_numbers(numbers: list[tuple[Any, str, Any]]) -> None:
 def captured(state: TrainState, capture: CudaGraphCapture, device: str = "cpu") -> TrainState:
     """Lets the steps of a run be captured, and its tables run their CUDA kernels."""
     assert state.adam
-    for each in state.adam.lookups:
-        run_on("triton", each.wrapped)
+    for lookup in state.adam.lookups:
+        run_on("triton", lookup.wrapped)
     assert GraphedSteps(state.adam).are_possible
     parts = state.model, state.dense_optimizer, state.adam
     state.pipeline = CapturedSteps(*parts, torch.device(device), BATCH, capture=capture)
@@ -144,7 +148,7 @@ def evaluate(state: TrainState, device: str) -> list[Tensor]:
     state.model.eval()
     state.pipeline.reset()
     with torch.no_grad():
-        results = [each for size in (BATCH, 5) for each in state.pipeline.progress(iter([batch(99, size, device)]))]
+        results = [tensor for size in (BATCH, 5) for tensor in state.pipeline.progress(iter([batch(99, size, device)]))]
     state.model.train()
     return results
 
@@ -158,7 +162,7 @@ def everything(state: TrainState) -> dict[str, Tensor]:
 
 
 def assert_equal(got: Any, expected: Any) -> None:
-    one, other = (list(each.values()) if isinstance(each, dict) else each for each in (got, expected))
+    one, other = (list(state.values()) if isinstance(state, dict) else state for state in (got, expected))
     assert len(one) == len(other) > 0
     assert all(map(torch.equal, one, other))
 
@@ -224,7 +228,7 @@ def test_a_failed_capture_loses_no_step(process: Process, caplog: pytest.LogCapt
         assert_equal(train(state, everywhere), expected)
     assert_equal(everything(state), everything(sequential))
     assert (graph.captures, state.captured) == (1, False)
-    (message,) = (each.getMessage() for each in caplog.records if each.name.startswith("cowrec"))
+    (message,) = (record.getMessage() for record in caplog.records if record.name.startswith("cowrec"))
     assert message.endswith("cannot be captured as a CUDA graph, which makes it slower: operation not permitted")
 
 
@@ -243,8 +247,8 @@ def test_reasons(overrides: str, process: Process) -> None:
     config, why = config_of(*overrides.split()), REASONS[overrides]
     state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=LrSchedule()))
     assert state.why_not_captured == (why if "cuda_graph" in why else "CUDA graphs exist on CUDA only")
-    for each in state.adam.lookups if state.adam else ():
-        run_on("triton", each.wrapped)
+    for lookup in state.adam.lookups if state.adam else ():
+        run_on("triton", lookup.wrapped)
     cuda = dataclasses.replace(process, device=torch.device("cuda"))
     lists = dataclasses.replace(SCHEMA, sparse=(*SCHEMA.sparse, SparseField("tags", 9, kind="multi")))
 

@@ -28,9 +28,9 @@ class PlainDeepFm:
     """DeepFM and the published CowClip on complete tables, as formulas on copies of a state's weights."""
 
     def __init__(self, tables: dict[str, Tensor], dense: dict[str, Tensor]) -> None:
-        self.tables = {name: each.double().requires_grad_() for name, each in tables.items()}
-        self.dense = {name: each.double().requires_grad_() for name, each in dense.items()}
-        groups = [{"params": [each], "lr": LR * RATES[name]} for name, each in self.tables.items()]
+        self.tables = {name: table.double().requires_grad_() for name, table in tables.items()}
+        self.dense = {name: parameter.double().requires_grad_() for name, parameter in dense.items()}
+        groups = [{"params": [table], "lr": LR * RATES[name]} for name, table in self.tables.items()]
         self.adam = torch.optim.Adam([*groups, {"params": list(self.dense.values())}], lr=LR, eps=EPS)
 
     def logits(self, batch: Batch) -> Tensor:
@@ -75,13 +75,13 @@ def test_a_run_equals_plain_pytorch(tmp_path: Path, absent_rows: str) -> None:
         state = TrainState(RunPlan.of(config, reader.schema, process, schedule=LrSchedule()))
 
         def tables() -> dict[str, Tensor]:
-            return {name: gathered_table(each, process).clone() for name, each in tables_of(state.model).items()}
+            return {name: gathered_table(tensor, process).clone() for name, tensor in tables_of(state.model).items()}
 
         plain, rows = PlainDeepFm(tables(), dense_weights(state.model)), reader.schema.sparse
         sizes = {field.name: field.num_embeddings * physical_dim(WIDTHS[field.name]) for field in rows}
-        assert {name: each.numel() for name, each in tables().items()} == sizes
+        assert {name: table.numel() for name, table in tables().items()} == sizes
         hidden = 8 * (3 * DIM + 1) + 8
-        assert sum(each.numel() for each in plain.dense.values()) == (3 + 9) * DIM + hidden + 8 + 1 + 1
+        assert sum(parameter.numel() for parameter in plain.dense.values()) == (3 + 9) * DIM + hidden + 8 + 1 + 1
         for batch in reader.epoch(0):
             plain.step(batch)
         batches = map(state.ids.training, reader.epoch(0))

@@ -60,7 +60,7 @@ def test_any_name_trains_and_is_served(tmp_path: Path, ids: str) -> None:
     for shown in (metrics(tmp_path / "run", "clip")[-1]["fields"], plan["tables"]):
         assert {name for name in names if len(name) < 200} <= shown.keys()
     groups = evaluate(tmp_path / "run", tmp_path / "data", by=[names[1]])["by"][names[1]]["largest"]
-    assert ids == "hash" or {each["id"] for each in groups} == set(columns[names[1]][-20:])
+    assert ids == "hash" or {group["id"] for group in groups} == set(columns[names[1]][-20:])
     export_model(tmp_path / "run", tmp_path / "export")
     served = ServedModel.load(tmp_path / "export")
     block = load_shards(tmp_path / "data", served.schema, "test", [0])
@@ -75,6 +75,6 @@ def test_any_name_trains_and_is_served(tmp_path: Path, ids: str) -> None:
 def test_names_of_files_differ_and_are_portable(names: set[str]) -> None:
     escaped = {name: escaped_name(name) for name in names}
     assert len({*escaped.values()}) == len(names)
-    assert all(re.fullmatch(r"[A-Za-z0-9_%-]{1,240}", each) for each in escaped.values())
+    assert all(re.fullmatch(r"[A-Za-z0-9_%-]{1,240}", name) for name in escaped.values())
     plain = {name for name in names if re.fullmatch(r"[\w-]{1,200}", name, re.ASCII)}
     assert {name for name in names if escaped[name] == name} == plain

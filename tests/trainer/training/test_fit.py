@@ -25,9 +25,9 @@ def clicks(rows: int = ROWS, seed: int = 0) -> pa.Table:
     user = draw.integers(0, 8, rows)
     columns = {
         "clicked": draw.random(rows) < (user + 1) / 10,
-        "user": [f"u{each}" for each in user],
+        "user": [f"u{user_id}" for user_id in user],
         "price": pa.array(draw.lognormal(2, 1, rows).round(2), mask=draw.random(rows) < 0.1),
-        "tags": [[f"t{each}" for each in draw.integers(0, 5, draw.integers(0, 4))] for _ in range(rows)],
+        "tags": [[f"t{integer}" for integer in draw.integers(0, 5, draw.integers(0, 4))] for _ in range(rows)],
         "3": draw.integers(0, 30, rows),
         "row": [f"row{number}" for number in range(rows)],
     }

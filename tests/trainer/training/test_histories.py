@@ -65,7 +65,7 @@ def drawn_samples(count: int) -> list[dict[str, Any]]:
         history = [rng.choice(ids) for _ in range(rng.choice((0, 0, 1, 1, 2, 4, 5, 9)))]
         history = rng.choice((history, history or None)) if number % 9 else [""]
         item, several = rng.choice([*ids, None]), [] if history in (None, [""]) else history
-        along = {"categories": [category(each) for each in several], "lengths": [str(len(each)) for each in several]}
+        along = {"categories": [category(item) for item in several], "lengths": [str(len(ids)) for ids in several]}
         along["times"] = [str(number - rng.randrange(-3, 3000)) for _ in several]
         along = along if several else {name: rng.choice((history, None, [])) for name in along}
         samples.append({"item": item, "history": history, "category": category(item or ""), **along, "time": number})
@@ -76,24 +76,24 @@ def drawn_samples(count: int) -> list[dict[str, Any]]:
 def test_predict_and_serve_agree_on_drawn_samples(folder: Path, tmp_path: Path, name: str) -> None:
     """For one sample, for many, and with fields that samples share; float32 sums in another order."""
     samples, run_dir = drawn_samples(120), folder / name / "run"
-    rows = [{**each, "label": number % 2} for number, each in enumerate(samples)]
+    rows = [{**fields, "label": number % 2} for number, fields in enumerate(samples)]
     kinds = {"history": pa.list_(pa.string()), "item": pa.string(), "label": pa.int8(), "time": pa.int64()}
     kinds |= {"category": pa.string(), **dict.fromkeys(("categories", "lengths", "times"), kinds["history"])}
-    columns = {column: pa.array([each[column] for each in rows], kind) for column, kind in kinds.items()}
+    columns = {column: pa.array([row[column] for row in rows], kind) for column, kind in kinds.items()}
     pq.write_table(pa.table(columns), tmp_path / "new.parquet")
     prepare("tabular", [tmp_path / "new.parquet"], tmp_path / "new", like=run_dir)
     expected = predicted(run_dir, tmp_path / "new")
-    model, codec = (each.load(folder / name / "export") for each in (ServedModel, SampleCodec))
-    encoded = codec.encode(codec.from_json([json.dumps(each).encode() for each in rows]))
+    model, codec = (kind.load(folder / name / "export") for kind in (ServedModel, SampleCodec))
+    encoded = codec.encode(codec.from_json([json.dumps(row).encode() for row in rows]))
     np.testing.assert_allclose(model.predict(encoded.block), expected, atol=1e-6)
     for sample, wanted in zip(samples[:30], expected[:30], strict=True):
         block, problems = codec.encode_request([sample])
         assert not problems
         np.testing.assert_allclose(model.predict(block), wanted, atol=1e-6)
     shared = {name: samples[1][name] for name in ("history", "categories", "lengths", "times", "time")}
-    own = [{name: each[name] for name in ("item", "category")} for each in samples]
-    block, problems = encode_samples(codec, [RequestSample(each, shared) for each in own])
-    apart, _ = codec.encode_request([{**each, **shared} for each in samples])
+    own = [{name: fields[name] for name in ("item", "category")} for fields in samples]
+    block, problems = encode_samples(codec, [RequestSample(fields, shared) for fields in own])
+    apart, _ = codec.encode_request([{**fields, **shared} for fields in samples])
     assert not any(problems)
     np.testing.assert_array_equal(model.predict(block), model.predict(apart))
 

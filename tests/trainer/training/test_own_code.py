@@ -49,14 +49,14 @@ def new_process() -> Iterator[None]:
     path, modules = list(sys.path), dict(sys.modules)
     yield
     sys.path[:] = path
-    for name in [each for each in sys.modules if each.startswith("my_")]:
+    for name in [module for module in sys.modules if module.startswith("my_")]:
         del sys.modules[name]
     sys.modules.update({name: module for name, module in modules.items() if name.startswith("my_")})
 
 
 def forget() -> None:
     sys.modules.pop("my_network", None)
-    sys.path[:] = [each for each in sys.path if not (Path(each) / "my_network.py").exists()]
+    sys.path[:] = [folder for folder in sys.path if not (Path(folder) / "my_network.py").exists()]
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def kdd_lines(rows: int, seed: int = 0) -> list[str]:
     clicks = draw.binomial(impressions, 0.1 + 0.8 * (ad % 3 == 0))
     urls, queries = np.uint64(14340390157469404125) + (ad // 2).astype(np.uint64), draw.integers(0, 99, rows)
     columns = (clicks, impressions, urls, ad, ad // 4, depth, draw.integers(1, depth + 1), queries, queries // 2)
-    texts = np.stack([each.astype(str) for each in (*columns, ad + 500, ad + 900, user)], axis=1)
+    texts = np.stack([column.astype(str) for column in (*columns, ad + 500, ad + 900, user)], axis=1)
     return ["\t".join(row) for row in texts.tolist()]
 
 
@@ -98,8 +98,8 @@ def test_the_loss_of_counts_is_that_of_their_samples_one_by_one(name: str) -> No
 
     together = of(logits, counts / totals, totals.float(), float(totals.float().mean()))
     index = torch.arange(4).repeat_interleave(totals)
-    each = torch.cat([(torch.arange(int(n)) < c).float() for c, n in zip(counts, totals, strict=True)])
-    apart = of(logits[index], each, None, 1.0)
+    labels = torch.cat([(torch.arange(int(n)) < c).float() for c, n in zip(counts, totals, strict=True)])
+    apart = of(logits[index], labels, None, 1.0)
     torch.testing.assert_close(together, apart)
     torch.testing.assert_close(*(torch.autograd.grad(value, logits)[0] for value in (together, apart)))
 
@@ -172,7 +172,10 @@ def test_new_samples_have_counts_or_none(tmp_path: Path) -> None:
 def table_of_counts(rows: int) -> pa.Table:
     draw = np.random.default_rng(3)
     shop, shown = draw.integers(0, 9, rows), draw.integers(1, 6, rows)
-    columns: dict[str, Any] = {"time": 1_700_000_000 + 600 * np.arange(rows), "shop": [f"s{each}" for each in shop]}
+    columns: dict[str, Any] = {
+        "time": 1_700_000_000 + 600 * np.arange(rows),
+        "shop": [f"s{shop_id}" for shop_id in shop],
+    }
     columns |= {"clicks": draw.binomial(shown, (1 + shop) / 11), "impressions": shown}
     return pa.table(columns)
 
@@ -187,7 +190,7 @@ def test_inferred_counts_and_rates(tmp_path: Path) -> None:
     found = infer_schema(tmp_path / "raw.parquet")
     assert (found.label.text, found.rule) == ('label = {count = "clicks", of = "impressions"}', None)
     assert found.label.doubts == ["is 'clicks' the number of positives of 'impressions'?"]
-    assert [each.keys["name"] for each in found.fields] == ["shop"]
+    assert [field.keys["name"] for field in found.fields] == ["shop"]
     less = table.set_column(2, "clicks", [table["clicks"].to_numpy() + 3])
     pq.write_table(less, tmp_path / "raw.parquet")
     assert "threshold" in str(infer_schema(tmp_path / "raw.parquet", label="clicks").rule)
@@ -204,7 +207,7 @@ def test_a_stream_of_counts_is_trained_and_measured_by_their_totals(tmp_path: Pa
     codec = SampleCodec.load(tmp_path / "data")
     rows = table.to_pylist()
     encoded = codec.encode(codec.from_objects([*rows[:9], {**rows[9], "clicks": 9}, {**rows[10], "impressions": 0}]))
-    assert [each.index for each in encoded.bad] == [9, 10]
+    assert [bad_sample.index for bad_sample in encoded.bad] == [9, 10]
     np.testing.assert_array_equal(encoded.batch.weight, table["impressions"].to_numpy()[:9])
     of_table = codec.encode(codec.from_table(table.slice(0, 9)))
     assert of_table.table.equals(encoded.table)

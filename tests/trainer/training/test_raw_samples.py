@@ -50,7 +50,7 @@ def test_predictions_are_those_of_the_prepared_files(
     assert known.column_names == ["sample_number", "label", "price", "city", "prediction"]
     assert known["prediction"].equals(expected["prediction"])
     assert known["city"].to_pylist() == whole["city"].to_pylist()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["known.csv", "new", "new.csv", "p.parquet", "parts"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["known.csv", "new", "new.csv", "p.parquet", "parts"]
 
 
 def test_a_row_that_cannot_be_read_has_no_prediction_and_moves_no_other(

@@ -83,7 +83,7 @@ def test_an_export_serves_a_probability_for_each_task(folder: Path) -> None:
     export_model(folder / "run", folder / "export")
     served = ServedModel.load(folder / "export")
     predictions = pq.read_table(folder / "predictions.parquet", columns=PREDICTIONS)
-    expected = np.stack([each.to_numpy() for each in predictions.columns], 1)
+    expected = np.stack([column.to_numpy() for column in predictions.columns], 1)
     block = load_shards(folder / "both", served.schema, "test", [0])
     np.testing.assert_allclose(served.predict(block), expected, rtol=0, atol=1e-6)
     service = Service(folder / "export")

@@ -44,8 +44,8 @@ def test_contents_of_the_run_folder(folder: Path) -> None:
     assert "# derived: dense_lr = 0.01\n" in (run_dir / "config.toml").read_text()
     # Five steps an epoch, a line every two steps, after the first step and at the end of an epoch.
     assert [line["step"] for line in metrics(run_dir, "train")] == [1, 2, 4, 5, 6, 8, 10]
-    assert [line["auc"] for line in metrics(run_dir, "eval")] == [each["auc"] for each in report["epochs"]]
-    assert [each.name for each in sorted((run_dir / "checkpoints").iterdir())] == ["step_000000005", "step_000000010"]
+    assert [line["auc"] for line in metrics(run_dir, "eval")] == [epoch["auc"] for epoch in report["epochs"]]
+    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step_000000005", "step_000000010"]
     board = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert board.Scalars("eval/auc")[-1].value == pytest.approx(report["auc"], abs=1e-6)
     assert report["steps"] == 10
@@ -124,10 +124,10 @@ def test_a_run_resumes_on_its_own_data_set_alone(folder: Path, tmp_path: Path) -
     city.write_bytes(city.read_bytes()[:300])
     others[0].unlink()
     resume(copy)
-    assert all(each.read_bytes() == (copy / "vocabulary" / each.name).read_bytes() for each in (city, *others))
+    assert all(other.read_bytes() == (copy / "vocabulary" / other.name).read_bytes() for other in (city, *others))
     kept = {file: file.read_bytes() for file in ended.rglob("*") if file.is_file()}
     schema = Schema.load(copy)
-    changed = replace(schema, sources=tuple(replace(each, bytes=each.bytes + 1) for each in schema.sources))
+    changed = replace(schema, sources=tuple(replace(source, bytes=source.bytes + 1) for source in schema.sources))
     changed.save(copy)
     refused(r"copy is not the data set of .*run: it was prepared from other files; resume with that", resume, copy)
     replace(schema, settings={**schema.settings, "layout": {}}).save(copy)
@@ -187,8 +187,8 @@ def test_seeds_residency_and_plans(folder: Path, tmp_path: Path, caplog: pytest.
     A run of few steps is warned of before it starts.
     """
     run(folder, tmp_path / "resident", "data.resident=yes", "sharding.plan=row_wise")
-    (warning,) = (number for number, each in enumerate(caplog.messages) if "the run has 10 steps, below" in each)
-    assert not any("epoch 1/2" in each for each in caplog.messages[:warning])
+    (warning,) = (number for number, message in enumerate(caplog.messages) if "the run has 10 steps, below" in message)
+    assert not any("epoch 1/2" in message for message in caplog.messages[:warning])
     assert_same(tmp_path / "resident", folder / "run")
     run(folder, tmp_path / "seed", "train.seed=1")
     with pytest.raises(AssertionError):
@@ -208,7 +208,7 @@ def test_samples_of_every_epoch_are_read_once_if_they_fit(
 ) -> None:
     """The training samples, and those that are measured after each of two epochs."""
     found, original = list[str](), reader.load_shards
-    monkeypatch.setattr(reader, "load_shards", lambda *each: found.append(each[2]) or original(*each))
+    monkeypatch.setattr(reader, "load_shards", lambda *given: found.append(given[2]) or original(*given))
     monkeypatch.setattr(trainer, "available_bytes", lambda device: free)
     run(folder, tmp_path / "run", f"data.resident={resident}")
     assert found == read
@@ -227,7 +227,7 @@ def test_a_non_finite_loss_keeps_the_last_good_checkpoint(folder: Path, tmp_path
     monkeypatch.setattr(trainer, "evaluate", evaluate_then_poison)
     with pytest.raises(NonFiniteLoss, match=r"not finite at step \d+ \(epoch 2\); the last good .*step_000000005\. "):
         run(folder, tmp_path / "run", data=data)
-    assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000000005"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000000005"]
     assert not (tmp_path / "run" / "report.json").exists()
     assert math.isfinite(evaluate(tmp_path / "run", folder / "data")["logloss"])
     with pytest.raises(NonFiniteLoss, match=r"\(epoch 1\); no checkpoint was saved"):
@@ -301,7 +301,9 @@ def test_the_last_training_samples_are_measured_and_not_trained_on(single: Path,
     Resident and streamed are bit-identical.
     """
     report = run(single, tmp_path / "run", *VALIDATION)
-    label, prediction = (each[-VALIDATED_ROWS:] for each in labels_and_predictions(single, tmp_path / "run", "train"))
+    label, prediction = (
+        column[-VALIDATED_ROWS:] for column in labels_and_predictions(single, tmp_path / "run", "train")
+    )
     low, high = (roc_auc_score(label, prediction + shift * label) for shift in (-1e-6, 1e-6))
     assert low - 1e-6 <= report["validation_auc"] <= high + 1e-6 < low + 0.02
     assert report["validation_logloss"] == pytest.approx(log_loss(label, prediction), abs=1e-6)
@@ -378,7 +380,7 @@ def test_a_checkpoint_can_be_named(
 def test_a_validation_split_is_used_like_samples_held_out_of_training(single: Path, tmp_path: Path) -> None:
     """The last fifth of the training samples as a split: the same weights and measures. A fraction of it is refused."""
     data = shutil.copytree(single, tmp_path / "own") / "data"
-    rows = pa.concat_tables([pq.read_table(each) for each in sorted((data / "train").iterdir())])
+    rows = pa.concat_tables([pq.read_table(path) for path in sorted((data / "train").iterdir())])
     schema = json.loads((data / "schema.json").read_text())
     shutil.rmtree(data / "train")
     for name, part in (("train", rows[:-VALIDATED_ROWS]), ("validation", rows[-VALIDATED_ROWS:])):

@@ -20,7 +20,7 @@ def test_vectors_are_learned_from_exported_and_served(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     vectors = draw.normal(size=(ROWS, WIDTH))
     clicked = (vectors @ draw.normal(size=WIDTH) > 0).astype(int)
-    columns = {"clicked": clicked, "user": [f"u{each}" for each in draw.integers(0, 9, ROWS)]}
+    columns = {"clicked": clicked, "user": [f"u{integer}" for integer in draw.integers(0, 9, ROWS)]}
     columns["emb"] = pa.array(list(vectors.astype(np.float32)), pa.list_(pa.float32(), WIDTH))
     table = pa.table(columns)
     (tmp_path / "run.toml").write_text(CONFIG)
