@@ -38,7 +38,7 @@ from .statistics import ClipStatistics
 
 Inputs: TypeAlias = Mapping[str, Any]
 """Keyword arguments of a lookup's forward: ``indices``, ``offsets``, ``per_sample_weights`` and others."""
-_NO_WEIGHTS = np.empty(0, np.float32)
+_NO_WEIGHTS, _NO_FTRL = np.empty(0, np.float32), to_float32(ftrl_constants(None))
 _WORK_OF_ROW = 4
 """Ids that take as long as one distinct row."""
 
@@ -128,7 +128,8 @@ class NumbaRows:
         return written.to(backward.output_grad.dtype)
 
     def update(self, backward: LookupBackward, adam: AdamRows) -> None:
-        numbers = (to_float32(adam.constants), to_numpy(adam.steps), to_float32(adam.ftrl or ftrl_constants(None)))
+        ftrl = to_float32(adam.ftrl) if adam.ftrl else _NO_FTRL
+        numbers = (to_float32(adam.constants), to_numpy(adam.steps), ftrl)
         self._run(self._kernels.adam_rows, backward, to_numpy(adam.state), *numbers)
 
     def _run(self, kernel: Any, backward: LookupBackward, *arguments: Any) -> None:
