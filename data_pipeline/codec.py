@@ -285,7 +285,9 @@ class SampleCodec:
             values = [value_of(sample, column) if "." in column else sample.get(column) for sample in samples]
             if values.count(None) == len(values) and not any(given_columns(sample, [column]) for sample in samples):
                 raise UserError(f"no sample has the column {column!r}")
-            found |= dict.fromkeys(names, kind.canonical(values))
+            canonical = kind.canonical(values)
+            for name in names:
+                found[name] = canonical
         return found
 
     def _types_for(self, training: bool) -> Mapping[str, RawType]:

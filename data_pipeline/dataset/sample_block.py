@@ -100,7 +100,7 @@ class SampleBlock:
     weight: torch.Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.label)
+        return self.label.size(0)
 
     def take(self, index: torch.Tensor, totals: Sequence[int] | None = None) -> "SampleBlock":
         """Selects the samples `index`, int64 [B] on the same device.

@@ -6,7 +6,7 @@ R samples.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -129,39 +129,41 @@ class Encoder:
             AttributeError, TypeError, ValueError, OverflowError: a value is wrong; the error does not tell which.
         """
         numbers = self._transforms.of_values(columns, count)
-        of_source = dict(zip(self._transforms.numbers, numbers, strict=True))
-        parts = [self._few_ids(field, columns, of_source) for field in self.sparse]
+        parts = [self._few_ids(field, columns, numbers) for field in self.sparse]
         encoded = [text.encode() for texts, _, _ in parts for text in texts]
         data = np.frombuffer(b"".join(encoded), np.uint8)
-        offsets = np.zeros(len(encoded) + 1, np.int32)
-        np.cumsum([*map(len, encoded)], out=offsets[1:])
+        offsets = np.array([0, *accumulate(map(len, encoded))], np.int32)
         hashes = bytes_hashes(offsets, data)
-        dtype = np.int64 if any(field.encoding == "raw" for field in self.sparse) else np.int32
+        # For all fields at once, since a call for each takes longer than its few ids.
+        has_raw_ids = any(field.encoding == "raw" for field in self.sparse)
+        ids = raw_ids_of_hashed(hashes, offsets) if has_raw_ids else np.empty(len(hashes), np.int32)
         singles, bags, start = [], {}, 0
         for field, (texts, lengths, weights) in zip(self.sparse, parts, strict=True):
             stop = start + len(texts)
-            ids = self.rows(field, hashes[start:stop], offsets[start : stop + 1], data)
+            own = ids[start:stop]
+            if field.encoding != "raw":
+                own[:] = self.rows(field, hashes[start:stop], offsets[start : stop + 1], data)
             start = stop
             if lengths is None:
-                singles.append(ids)
+                singles.append(own)
             else:
-                values = torch.from_numpy(ids.astype(dtype, copy=False))
-                bags[field.name] = Bags(values, torch.tensor([0, *lengths]).cumsum(0), weights)
+                bags[field.name] = Bags(torch.from_numpy(own), torch.tensor([0, *lengths]).cumsum(0), weights)
+        ids = np.concatenate([ids[:0], *singles]) if bags else ids
         return SampleBlock(
             # Contiguous, as networks compiled elsewhere expect.
             torch.from_numpy(np.ascontiguousarray(self._transforms.apply(numbers).T)),
-            torch.from_numpy(np.full(count, np.nan, np.float32)),
-            torch.from_numpy(np.array(singles, dtype).reshape(len(singles), count)).t(),
+            torch.full((count,), torch.nan),
+            torch.from_numpy(ids.reshape(len(singles), count)).t(),
             bags,
         )
 
     def _few_ids(
-        self, field: SparseField, columns: Mapping[str, Sequence[Any]], numbers: Mapping[str, np.ndarray]
+        self, field: SparseField, columns: Mapping[str, Sequence[Any]], numbers: np.ndarray
     ) -> tuple[list[str], list[int] | None, torch.Tensor | None]:
         """Returns all ids of a field, their number in each sample, None if always 1, and their weights, if any."""
         values = columns[field.source]
         if field.bucketed:
-            return bucket_ids(numbers[field.source]).to_pylist(), None, None
+            return bucket_ids(numbers[self._transforms.numbers.index(field.source)]).to_pylist(), None, None
         if not field.is_list:
             return [value or "" for value in values], None, None
         if field.has_weights:

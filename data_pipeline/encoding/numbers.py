@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
+import numba
 import numpy as np
 import pyarrow as pa
 
@@ -158,6 +159,10 @@ def normal_scores(counts: ValueCounts) -> tuple[list[float], list[float]]:
     return values[chosen].tolist(), [_NORMAL.inv_cdf(rank) for rank in ranks[chosen].tolist()]
 
 
+_KINDS: Sequence[str] = ("none", "minmax", "missing", "log", "quantile")
+_NONE, _MINMAX, _MISSING, _LOG, _QUANTILE = range(5)
+
+
 class Transforms:
     """The transforms of all dense fields, applied together, so that a sample costs hardly more than a field.
 
@@ -175,12 +180,12 @@ class Transforms:
         places = {name: place for place, name in enumerate(self.numbers)}
         names = [dense.source if dense.element is None else dense.name for dense in fields]
         self._source = np.array([places[name] for name in names], np.int64)
-        self._low = np.array([dense.minimum for dense in fields]).reshape(-1, 1)
-        self._width = np.array([dense.maximum - dense.minimum for dense in fields]).reshape(-1, 1)
-        self._bound = np.array([bound(dense) for dense in fields]).reshape(-1, 1)
-        self._of_kind: dict[str, list[int]] = {}
-        for index, dense in enumerate(fields):
-            self._of_kind.setdefault(dense.transform, []).append(index)
+        self._kind = np.array([_KINDS.index(dense.transform) for dense in fields], np.int64)
+        self._range = np.array(
+            [(each.minimum, each.maximum - each.minimum, bound(each)) for each in fields], np.float64
+        )
+        self._range = self._range.reshape(-1, 3)
+        self._logs, self._quantiles = (np.flatnonzero(self._kind == kind).tolist() for kind in (_LOG, _QUANTILE))
 
     def of_columns(self, columns: Mapping[str, np.ndarray], count: int) -> np.ndarray:
         """Returns raw numbers, float64 [S, R], from those of `count` samples, as `Parsed.numbers` has them."""
@@ -193,32 +198,52 @@ class Transforms:
         """
         raw = [columns[name] for name in self._single]
         numbers = np.array(raw, np.float64).reshape(len(raw), count)  # None became NaN
-        missing = sum(values.count(None) for values in raw)
         for name, width in self._widths.items():
             vectors = [[np.nan] * width if vector is None else vector for vector in columns[name]]
-            missing += width * sum(vector is None for vector in columns[name])
             numbers = np.concatenate([numbers, np.array(vectors, np.float64).reshape(count, width).T])
-        if np.isfinite(numbers).sum() + missing < numbers.size:
-            raise ValueError("a number is not finite")
+        if not np.isfinite(numbers).all():
+            missing = sum(width * columns[name].count(None) for name, width in self._widths.items())
+            missing += sum(values.count(None) for values in raw)
+            if np.isfinite(numbers).sum() + missing < numbers.size:
+                raise ValueError("a number is not finite")
         return numbers
 
     def apply(self, numbers: np.ndarray) -> np.ndarray:
         """Returns float32 [N, R] from raw numbers, float64 [S, R], NaN where missing."""
-        raw = numbers[self._source]
-        result = np.where(np.isnan(raw), 0.0, raw)
-        with np.errstate(over="ignore", invalid="ignore"):  # the range of a column may be wider than float64
-            if chosen := self._of_kind.get("minmax"):
-                width = self._width[chosen]
-                scaled = (result[chosen] - self._low[chosen]) / np.where(width > 0, width, 1.0)
-                result[chosen] = np.where(width > 0, scaled, 0.0)
-            if chosen := self._of_kind.get("log"):
-                result[chosen] = np.log1p(np.maximum(result[chosen] - self._low[chosen], 0.0))
-        for index in self._of_kind.get("quantile", ()):
-            result[index] = _scores(self._fields[index], raw[index])
-        if chosen := self._of_kind.get("missing"):
-            result[chosen] = np.isnan(raw[chosen])
-        limited = np.minimum(np.maximum(result, -self._bound), self._bound)
-        return np.where(np.isnan(limited), 0.0, limited).astype(np.float32)
+        given = numbers
+        if self._logs or self._quantiles:  # by numpy, so that their bits depend on one library alone
+            given = np.zeros((len(self._fields), numbers.shape[1]))
+            with np.errstate(over="ignore", invalid="ignore"):  # the range of a column may be wider than float64
+                raw = numbers[self._source[self._logs]]
+                raw = np.where(np.isnan(raw), 0.0, raw) - self._range[self._logs, :1]
+                given[self._logs] = np.log1p(np.maximum(raw, 0.0))
+            for index in self._quantiles:
+                given[index] = _scores(self._fields[index], numbers[self._source[index]])
+        return _transformed(numbers, given, self._source, self._kind, self._range)
+
+
+@numba.njit(nogil=True, cache=True)
+def _transformed(
+    numbers: np.ndarray, given: np.ndarray, sources: np.ndarray, kinds: np.ndarray, ranges: np.ndarray
+) -> np.ndarray:
+    """Applies all transforms but those of numpy, which are `given`: float32 [N, R] from float64 [S, R].
+
+    `ranges` has the minimum, the width and the bound of each field, [N, 3].
+    """
+    out = np.empty((len(sources), numbers.shape[1]), np.float32)
+    for n in range(len(sources)):
+        kind, low, width, most = kinds[n], ranges[n, 0], ranges[n, 1], ranges[n, 2]
+        for r in range(numbers.shape[1]):
+            raw = numbers[sources[n], r]
+            number = 0.0 if np.isnan(raw) else raw
+            if kind == _MINMAX:
+                number = (number - low) / width if width > 0 else 0.0
+            elif kind == _MISSING:
+                number = 1.0 if np.isnan(raw) else 0.0
+            elif kind > _MISSING:
+                number = given[n, r]
+            out[n, r] = 0.0 if np.isnan(number) else min(max(number, -most), most)
+    return out
 
 
 def bound(field: DenseField) -> float:
