@@ -150,6 +150,8 @@ class Quality:
 
 WORSE, PERFECT = 0.003, 0.99
 """Loss of AUC since an earlier epoch, and AUC, above which a run gets a remark."""
+GAP = 0.01
+"""Difference of logloss between validation and training samples from which the model has learnt the latter by heart."""
 
 
 def auc_remark(values: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) -> str | None:
@@ -174,6 +176,35 @@ def auc_remark(values: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) -
         f" learn the training samples by heart; set train.epochs = {best['epoch']}, or stop early: {hold_out}"
         'train.patience = 1, checkpoint.keep_best = "auc"'
     )
+
+
+def curve_remark(
+    epochs: Sequence[Mapping[str, Any]], losses: Sequence[float], *, few_steps: int, most_epochs: int
+) -> str | None:
+    """Returns a sentence that says what would improve a run, by its curves; None without validation samples.
+
+    Args:
+        epochs: measures after each epoch.
+        losses: mean training loss of each epoch.
+        few_steps: number of steps below which a run shows how short it is.
+        most_epochs: the largest number of epochs of the run.
+    """
+    measured = [epoch for epoch in epochs if math.isfinite(epoch.get("validation_logloss") or math.nan)]
+    if not measured:
+        return None
+    best = min(measured, key=lambda epoch: float(epoch["validation_logloss"]))
+    found = f"the validation logloss was best after epoch {best['epoch']} of {len(epochs)}"
+    if best is epochs[-1] and len(epochs) == most_epochs:
+        return f"{found}, the last one: more epochs may improve the model (train.epochs)"
+    if best["step"] < few_steps:
+        return f"{found}, in {best['step']} steps: a smaller train.batch_size may improve the model"
+    gap = float(best["validation_logloss"]) - losses[best["epoch"] - 1]
+    if gap > GAP:
+        return (
+            f"{found}, {gap:.3f} above the loss of the training samples: more samples may improve the model, and more"
+            " epochs do not"
+        )
+    return f"{found}: more epochs do not improve the model"
 
 
 def calibration_remark(values: Mapping[str, Any]) -> str | None:

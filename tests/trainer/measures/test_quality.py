@@ -29,6 +29,7 @@ from cowrec.trainer.measures.quality import (
     Samples,
     auc_remark,
     calibration_remark,
+    curve_remark,
     group_aucs,
     group_ranks,
     measure,
@@ -451,6 +452,25 @@ def test_groups_of_very_different_weights_are_measured_as_alone() -> None:
         both = len(set(label[own])) == 2
         expected = roc_auc_score(label[own], logits[own], sample_weight=weight[own]) if both else math.nan
         assert found == pytest.approx(expected, abs=1e-9, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("validation", "training", "most", "text"),
+    [
+        ([0.5, 0.4], [0.5, 0.4], 2, "after epoch 2 of 2, the last one: more epochs may improve"),
+        ([0.5, 0.4, 0.45], [0.5, 0.385, 0.3], 9, "after epoch 2 of 3, 0.015 above .*: more samples may improve"),
+        ([0.5, 0.4, 0.45], [0.5, 0.395, 0.3], 9, "after epoch 2 of 3: more epochs do not"),
+        ([0.5, 0.6], [0.5, 0.4], 2, "after epoch 1 of 2, in 100 steps: a smaller train.batch_size may"),
+        ([math.nan, 0.6], [0.5, 0.4], 3, "after epoch 2 of 2, 0.200 above"),
+        ([math.nan, None], [0.5, 0.4], 2, None),
+    ],
+)
+def test_remarks_on_the_curves(
+    validation: list[float | None], training: list[float], most: int, text: str | None
+) -> None:
+    epochs = [{"epoch": n, "step": 100 * n, "validation_logloss": loss} for n, loss in enumerate(validation, 1)]
+    found = curve_remark(epochs, training, few_steps=150, most_epochs=most)
+    assert found is text or re.search(f"the validation logloss was best {text}", found or "")
 
 
 def test_remarks_on_auc() -> None:
