@@ -13,6 +13,8 @@ from ..dataset.schema import SHARD_ROWS, DenseTransform
 
 SplitKind = Literal["random", "order", "time"]
 OnBadRow = Literal["error", "skip"]
+VALIDATION_FRACTION, MOST_VALIDATION_SAMPLES, LEAST_SAMPLES = 0.1, 200_000, 10_000
+"""Default share and largest number of the validation samples, and samples below which there are none by default."""
 DEFAULT_TEST_FRACTION = {"criteo": 0.1, "avazu": 0.2, "tabular": 0.1}
 MOST_BUCKETS = 2**31 - 3
 
@@ -45,7 +47,9 @@ class PrepareConfig:
             samples are test samples, and those before them validation samples, by the time of each sample, in any
             order. Transforms and vocabularies are fitted on the training samples.
         test_fraction: share of the test split; by default 0.1, and 0.2 for Avazu.
-        validation_fraction: share of the validation split; by default there is none.
+        validation_fraction: share of the validation split, whose quality ends the training. By default it is 0.1, but
+            at most 200,000 samples. It is 0 by default with fewer than 10,000 samples, with raw_ids, and where the test
+            split is given as files, by `test_rows` or by `test_from`.
         test_rows: with split = "order", the number of test samples, in place of `test_fraction`.
         validation_rows: with split = "order", the number of validation samples, in place of `validation_fraction`.
         test_from: with split = "time", the time of the first test sample, in place of `test_fraction`: a date
@@ -130,6 +134,14 @@ class PrepareConfig:
             if first is not None and seconds_of("validation_from", first) >= first_test:
                 raise UserError(f"validation_from must be before test_from, got {first} and {following}")
 
+    def validation_share(self, samples: int) -> float:
+        """Returns the share of the validation split of so many samples."""
+        if self.validation_fraction is not None:
+            return self.validation_fraction
+        if samples < LEAST_SAMPLES or self.raw_ids or self.test_rows is not None or self.test_from is not None:
+            return 0.0
+        return min(VALIDATION_FRACTION, MOST_VALIDATION_SAMPLES / samples)
+
     def check_vocabulary(self, where: str, min_count: int, max_ids: int) -> None:
         """Raises ValueError if a limit on the ids of a vocabulary is given, where the settings make no vocabulary."""
         if (self.hash_buckets or self.raw_ids) and (min_count or max_ids):
@@ -145,7 +157,7 @@ def plain_value(value: Any) -> Any:
 def prepared_with(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of `[prepare]` in the settings of a data set, with those that None means."""
     fraction = DEFAULT_TEST_FRACTION.get((settings.get("layout") or {}).get("name", "tabular"))
-    meant = dict[str, Any](on_bad_row="error", test_fraction=fraction, validation_fraction=0.0, validation_rows=0)
+    meant = dict[str, Any](on_bad_row="error", test_fraction=fraction, validation_rows=0)
     return {key: meant.get(key) if value is None else value for key, value in settings.get("prepare", {}).items()}
 
 

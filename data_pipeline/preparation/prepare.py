@@ -254,11 +254,11 @@ def _split_rule(
     report: Progress,
 ) -> SplitRule:
     test = DEFAULT_TEST_FRACTION[layout.name] if config.test_fraction is None else config.test_fraction
-    validation = config.validation_fraction or 0.0
+    samples = sum(part.samples for part in parts)
+    validation = config.validation_share(samples)
     if config.split == "random":
         return SplitRule("random", config.seed, test, validation)
     if config.split == "order":
-        samples = sum(part.samples for part in parts)
         if config.test_rows is not None:
             return by_order(samples, config.test_rows, config.validation_rows or 0)
         return by_order(samples, round(test * samples), round(validation * samples))

@@ -23,7 +23,7 @@ from cowrec.models.own_code import is_import_path, require_beside, search_also
 from cowrec.names import nearest_name, parse_count
 
 from .sections import (
-    AUTO_BATCH,
+    AUTO,
     CheckpointConfig,
     ClipConfig,
     DataConfig,
@@ -36,13 +36,18 @@ from .sections import (
 )
 
 EMBEDDING_LR, RATE_SAMPLES = 2e-3, 2_000_000
-"""Default of `optimizer.embedding_lr` at base batch 1,024, and the number of samples beyond which it is lower."""
+"""Default of `optimizer.embedding_lr` at base batch 1,024, and the number of samples beyond which it is lower.
+
+With more samples, rates fall over two epochs by default; the mean of the weights was not measured there.
+"""
 DECAY_SAMPLES, DECAY_STEPS = 100_000, 100
 """Samples and steps of a run from which the default rates decay. Of few steps none may be a small one."""
 FEW_STEPS = 200
 """With fewer steps, a run shows how short it is, not how good its values or its scaling rule are."""
 MOST_AUTO_BATCH = 1 << 16
 """Largest `train.batch_size = "auto"`: 128 times the largest default."""
+MOST_EPOCHS, FIXED_EPOCHS = 50, 2
+"""Epochs of `train.epochs = "auto"`: the most of a run that its validation quality ends, and those of other runs."""
 _TO_CHANGE = "load_config(path, ['section.key=value', ...]) and dataclasses.replace change values"
 
 
@@ -186,9 +191,15 @@ def checked_config(config: RunConfig) -> RunConfig:
 
 
 def with_defaults(
-    config: RunConfig, samples: int, begun: RunConfig | None = None, *, stream: bool = False
+    config: RunConfig,
+    samples: int,
+    begun: RunConfig | None = None,
+    *,
+    validated: bool = False,
+    stream: bool = False,
+    fixed: bool = False,
 ) -> RunConfig:
-    """Sets the batch size, and `optimizer.embedding_lr`, `lr_decay` and `l2`, where a configuration has none.
+    """Sets epochs, batch size, and `optimizer.embedding_lr`, `lr_decay` and `l2`, where a configuration has none.
 
     The rules are in :class:`TrainConfig` and :class:`OptimizerConfig`, their measurements in results/README.md. Rates
     fall for Adam alone, since Adagrad's fall by themselves, and not with a given `embedding_lr`, which may have been
@@ -199,30 +210,55 @@ def with_defaults(
     Args:
         samples: number of samples of the training split.
         begun: configuration of the run that is resumed, whose values stay, also with more epochs.
+        validated: whether the data set has a validation split.
         stream: whether training is on a stream, which has no end and repeats no sample: neither L2 nor a decay then
             follows from the size of the data set.
+        fixed: whether the validation quality does not decide on the epochs.
     """
+    config = _with_epochs(config, begun, validated=validated, fixed=fixed or stream or samples > RATE_SAMPLES)
     train, optimizer = config.train, config.optimizer
     if begun:
         size, l2 = begun.train.batch_size, begun.optimizer.l2
         lr, decay = begun.optimizer.embedding_lr, begun.optimizer.lr_decay
     else:
-        trained = samples - round(samples * train.validation_fraction)
+        trained, horizon = samples - round(samples * train.validation_fraction), train.epochs
+        if train.average:  # an epoch more or less is of no matter to what the values are for
+            horizon = FIXED_EPOCHS
         size = min(max(1 << max(trained // 100, 1).bit_length() - 1, 64), 512)
-        if train.batch_size == AUTO_BATCH:
+        if train.batch_size == AUTO:
             most = min(MOST_AUTO_BATCH, 1 << max(trained, 1).bit_length() - 1)
-            size = max(largest_batch(trained, train.epochs, most), 64)
+            size = max(largest_batch(trained, horizon, most), 64)
         is_adam = "adam" in optimizer.embedding
         lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if is_adam and samples > RATE_SAMPLES else 1.0)
         size = train.batch_size if train.batch_size > 0 else size
-        long = not stream and samples >= DECAY_SAMPLES and -(-trained // size) * train.epochs >= DECAY_STEPS
-        decays = is_adam and long and optimizer.embedding_lr is None and not train.patience
+        long = not stream and samples >= DECAY_SAMPLES and -(-trained // size) * horizon >= DECAY_STEPS
+        decays = is_adam and long and optimizer.embedding_lr is None and not train.patience and not train.average
         decay = "linear" if decays else "none"
-        again = 0 if stream else min(train.epochs - 1, 2)
+        again = 0 if stream else 2 if train.average else min(train.epochs - 1, 2)
         l2 = min(max(20 * again / max(samples, 1), 1e-6), 1e-2)
     defaults = {"embedding_lr": lr, "lr_decay": decay, "l2": l2}
     lacking = {key: value for key, value in defaults.items() if getattr(optimizer, key) is None}
     return with_values(config, train={"batch_size": max(train.batch_size, 0) or size}, optimizer=lacking)
+
+
+def _with_epochs(config: RunConfig, begun: RunConfig | None, *, validated: bool, fixed: bool) -> RunConfig:
+    """Sets `train.epochs` where it is "auto", and what it then stands for."""
+    train, keep_best = config.train, config.checkpoint.keep_best
+    if train.epochs != AUTO:
+        return config
+    if begun:
+        earlier = {key: getattr(begun.train, key) for key in ("epochs", "average", "patience")}
+        return with_values(config, train=earlier, checkpoint={"keep_best": begun.checkpoint.keep_best})
+    decays = config.optimizer.lr_decay not in (None, "none")
+    kinds = {config.id_table.kind, *(config.id_table.of_table(name).kind for name in config.id_table.tables)}
+    no_mean = "collisionless" in kinds or config.sharding.memory == "uvm"
+    if fixed or decays or no_mean or not (validated or train.validation_fraction):
+        return with_values(config, train={"epochs": FIXED_EPOCHS})
+    return with_values(
+        config,
+        train={"epochs": MOST_EPOCHS, "average": train.average is not False, "patience": train.patience or 1},
+        checkpoint={"keep_best": "logloss" if keep_best == "none" else keep_best},
+    )
 
 
 def largest_batch(samples: int, epochs: int, most: int = 1 << 62) -> int:
@@ -334,8 +370,8 @@ def _with_counts(hint: Any, value: Any, key: str = "") -> Any:
         return {name: _with_counts(get_args(hint)[1], given, prefix + name) for name, given in value.items()}
     if isinstance(value, list) and get_origin(hint) is tuple:
         return [_with_counts(get_args(hint)[0], entry, key) for entry in value]
-    if (key, value) == ("train.batch_size", "auto"):
-        return AUTO_BATCH
+    if value == "auto" and key in ("train.batch_size", "train.epochs"):
+        return AUTO
     if isinstance(value, str) and hint in (int, int | None):
         with _about(key):
             return parse_count(value, key)

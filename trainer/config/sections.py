@@ -12,8 +12,8 @@ from cowrec.errors import SettingError, UserError
 from cowrec.names import hint, require, require_at_least, require_known
 from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule, NoClip
 
-AUTO_BATCH = -1
-"""`train.batch_size = "auto"`."""
+AUTO = -1
+""""auto" as `train.batch_size` and as `train.epochs`."""
 OnNonfinite = Literal["stop", "skip"]
 """Treatment of a batch that would make the model's state non-finite."""
 
@@ -50,7 +50,14 @@ class TrainConfig:
         accumulation: number of parts of each global batch. A process takes the parts one after the other, each with its
             forward and backward pass. One step and one clip over all parts follow. Activations need less memory, and
             results are the same up to rounding. Not with collisionless id tables, nor online.
-        epochs: number of passes over the training samples; with `patience`, the largest number.
+        epochs: number of passes over the training samples; with `patience`, the largest number. "auto" (or -1), the
+            default, trains as long as the quality of the validation samples improves. It stands for 50 epochs with
+            `average`, and with `patience` = 1 and checkpoint.keep_best = "logloss" where these have their defaults. It
+            stands for 2 epochs without validation samples, above 2,000,000 training samples, with collisionless id
+            tables, unified memory or an lr_decay, online, and in `cowrec sweep` and `cowrec tune`.
+        average: whether the running mean of the weights is measured, kept and exported, instead of the last weights. In
+            the mean, the later of eight states of each epoch count more; see docs/train.md. Not with collisionless id
+            tables. The default is true where "auto" epochs end by the validation quality, and otherwise false.
         validation_fraction: share of the training split that is kept out of training and measured after each epoch, for
             data without a validation split. These are the last samples in the stored order. 0: none.
         patience: number of epochs without a better validation quality after which training ends; checkpoint.keep_best
@@ -81,7 +88,8 @@ class TrainConfig:
     batch_size: int = 0
     eval_batch_size: int = 16384
     accumulation: int = 1
-    epochs: int = 2
+    epochs: int = AUTO
+    average: bool | None = None
     validation_fraction: float = 0.0
     patience: int = 0
     seed: int = 0
@@ -99,9 +107,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_at_least("train", self, "log_seconds patience")
-        is_size = isinstance(self.batch_size, int) and self.batch_size >= AUTO_BATCH
-        require("train.batch_size", self.batch_size, is_size, f'at least 0, or "auto", in Python {AUTO_BATCH}')
-        require_at_least("train", self, "eval_batch_size epochs log_every", 1)
+        epochs = self.epochs
+        require("train.epochs", epochs, epochs == AUTO or epochs >= 1, f'at least 1, or "auto", in Python {AUTO}')
+        is_size = isinstance(self.batch_size, int) and self.batch_size >= AUTO
+        require("train.batch_size", self.batch_size, is_size, f'at least 0, or "auto", in Python {AUTO}')
+        require_at_least("train", self, "eval_batch_size log_every", 1)
         timeout = self.timeout_seconds
         require("train.timeout_seconds", timeout, 1 <= timeout <= 1e9, "from 1 to 10^9, 31 years")
         for name, weight in self.task_weights.items():

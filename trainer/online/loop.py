@@ -317,7 +317,7 @@ class _OnlineTrainer:
         """Warns of settings that are for data sets: a stream has no epochs, and its checkpoints go by time."""
         train, checkpoint = self.config.train, self.config.checkpoint
         of_data_sets = {
-            "train": (train, "patience validation_fraction"),
+            "train": (train, "patience validation_fraction average"),
             "checkpoint": (checkpoint, "every_steps keep_best"),
         }
         unused = [

@@ -63,6 +63,11 @@ def check_run(config: RunConfig, schema: Schema, process: Process, *, stream: bo
         given = f"train.accumulation = {config.train.accumulation}"
         raise UserError(f"{given} is for data sets, not for streams; add --set train.accumulation=1")
     if not stream:
+        if config.train.average and any(spec.ids.kind == "collisionless" for spec in tables):
+            raise UserError(
+                "train.average = true does not work with collisionless id tables: a row that passes to another id would"
+                ' have a mean over both; leave it out, or set id_table.kind = "rows"'
+            )
         _check_splits(config, schema)
         _check_times(config, schema, tables)
 

@@ -110,7 +110,8 @@ def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Itera
 
 def on_data(config: RunConfig, data_dir: Path, schema: Schema) -> RunConfig:
     """Sets the data set of a configuration, and the defaults that depend on its samples."""
-    return with_defaults(with_values(config, data={"dir": str(data_dir)}), schema.split("train").rows)
+    config = with_values(config, data={"dir": str(data_dir)})
+    return with_defaults(config, schema.split("train").rows, fixed=True)
 
 
 def say(text: str) -> None:

@@ -177,6 +177,8 @@ class ActiveRun:
         others = "".join(f", {name} {value:g}" for name, value in named if value)
         if (lr_decay := self.plan.schedule.lr_decay) != "none":
             others += f", lr decay {lr_decay}"
+        if config.train.average:
+            others += ", mean of the weights"
         lines = [
             f"scaling {config.optimizer.scaling}, clip {config.clip.rule}: embedding lr {derived.embedding_lr:g}, dense"
             f" lr {derived.dense_lr:g}, l2 {derived.l2:g}{others}"

@@ -33,6 +33,7 @@ from ..sharded_model.id_translation import IdTranslation
 from ..sharded_model.run_plan import RunPlan, by_table, shown_name
 from ..sharded_model.step import CapturedSteps, DenseAdam, pipeline_of, why_not_captured
 from ..sharded_model.step_guard import StepGuard, not_finite
+from .weight_average import WeightAverage, averaged_weights
 
 
 class Step(NamedTuple):
@@ -107,6 +108,7 @@ class TrainState:
             batch_size=config.train.batch_size,
         )
         self.steps, self.set_aside, self._passes = 0, 0, 1
+        self.average = WeightAverage(self.model) if config.train.average else None
         # A network may have masks of -inf.
         self._finite = {name: tensor.isfinite().all() for name, tensor in dense_tensors(self.model.module).items()}
         self.environment = environment(process.device)
@@ -186,9 +188,12 @@ class TrainState:
                 for key, generators in random_state(self._process).items()
                 if f"{key}.cpu" in keys
             }
-            state = self._everything(progress.step) | random
+            mean = self.average.empty_state() if self.average and "averaged" in keys else {}
+            state = self._everything(progress.step) | random | mean
             read_checkpoint(path, state, checkpoints.fetch)
             self._load(state)
+            if self.average and mean:
+                self.average.load(mean)
             self.model.fused_optimizer.set_optimizer_step(int(state["iterations"]))
             if not random:
                 seed_process(self._config.train.seed, self._process, progress.step)
@@ -204,6 +209,8 @@ class TrainState:
     def load_weights(self, folder: Path, checkpoint: str = "", fetch: Fetch = all_present) -> Progress:
         """Loads the weights and id tables of the checkpoint of :func:`choose_checkpoint`, to use or export the model.
 
+        The weights are the mean where the checkpoint has one.
+
         Raises UserError as that function does, or if the checkpoint does not fit the model.
         """
         keep_best = self._config.checkpoint.keep_best
@@ -212,6 +219,8 @@ class TrainState:
             state = self._weights(progress.step)
             read_checkpoint(path, state, fetch)
             self._load(state)
+        if "averaged" in checkpoint_keys(path):
+            read_checkpoint(path, {"average": averaged_weights(self.model)}, fetch)
         return progress
 
     def _as_stored(self) -> AbstractContextManager[None]:
@@ -232,6 +241,7 @@ class TrainState:
         """Returns all tensors that training changes, except for random states, as :meth:`_weights` does."""
         state = self._weights(steps)
         state |= {"dense_optimizer": self.dense_optimizer.tensors(), "iterations": self._iterations()}
+        state |= self.average.state() if self.average else {}
         return state | ({} if self.adam else self._tables(steps))
 
     def _tables(self, steps: int | None) -> State:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from math import isfinite, isnan, nan
@@ -15,8 +16,16 @@ from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes
 from cowrec.data_pipeline.remote import Place
 from cowrec.errors import UserError
 
-from ..config.run import RunConfig, checked_config, few_steps_warning, load_config, with_defaults, with_values
-from ..measures.quality import auc_remark, calibration_remark, require_distinct_measures
+from ..config.run import (
+    FEW_STEPS,
+    RunConfig,
+    checked_config,
+    few_steps_warning,
+    load_config,
+    with_defaults,
+    with_values,
+)
+from ..measures.quality import auc_remark, calibration_remark, curve_remark, require_distinct_measures
 from ..measures.segments import id_count_thirds
 from ..runs.checkpoint import Progress, best_epoch
 from ..runs.local_copy import RunPlace, local_data
@@ -31,6 +40,7 @@ from .active_run import ActiveRun, StopRequest, require_run_dir, stop_requests
 from .evaluation import Stopped, evaluate
 from .state import Step
 from .warm_start import warm_start
+from .weight_average import STATES
 
 EpochEnd = dict[str, Any]
 """Number of an epoch, from 1, training steps taken until its end, and measures, as report and checkpoints list them."""
@@ -71,7 +81,7 @@ def train(
             )
         begun = load_config(place.folder / CONFIG) if resume and (place.folder / CONFIG).is_file() else None
         schema = Schema.load(config.data.dir)
-        config = with_defaults(config, schema.split("train").rows, begun)
+        config = with_defaults(config, schema.split("train").rows, begun, validated="validation" in schema.splits)
         check_run(config, schema, process)
         require_run_dir(place.folder, config, process, resume)
         plan = RunPlan.of(config, schema.of_batches(), process)
@@ -116,6 +126,7 @@ class Trainer:
     def __init__(self, run: ActiveRun, readers: Readers, after_epoch: AfterEpoch | None = None) -> None:
         self.run, self.readers, self.reader = run, readers, readers.train
         self.plan, self.config, self.process, self.state = run.plan, run.config, run.process, run.state
+        self.average = self.state.average
         keep_resident(readers, self.plan)
         require_distinct_measures(self.plan.schema.labels)
         check_batches(self.state.model, self.plan)
@@ -153,6 +164,9 @@ class Trainer:
             f" {sum(spec.num_embeddings for spec in plan.tables):,} table rows\n"
             f"batch {self.config.train.batch_size} ({plan.epoch_steps} steps an epoch), {self.run.settings_summary()}"
         )
+        if patience := self.config.train.patience:
+            waits = f", for {patience} epochs" if patience > 1 else ""
+            self.run.say(f"until the validation {self.config.checkpoint.keep_best} is no better than before{waits}")
         if warning := few_steps_warning(self.config, plan.train_rows, plan.steps, validated=validation is not None):
             self.run.warn(warning)
         if any(spec.ids.kind == "collisionless" and spec.ids.window for spec in self.plan.tables):
@@ -173,7 +187,7 @@ class Trainer:
             )
         self.epochs.resume(progress)
         self.speed = Speed(progress.samples, progress.seconds)
-        done = f"{self.epochs.epoch} of {self.config.train.epochs} epochs done"
+        done = f"{self.epochs.epoch}{self.epochs.of_all(' of ')} epochs done"
         self.run.say(f"continuing from {latest}: step {progress.step}, {done}")
         return True
 
@@ -187,6 +201,8 @@ class Trainer:
             passes = self.reader.passes(epochs.step) if accumulates else 1
             step = self.run.step(batches, passes)
             epochs.step += 1
+            if self.average and epochs.step * STATES // steps > (epochs.step - 1) * STATES // steps:
+                self.average.add()
             stopping, saving = self.stop.agreed(), self._saves_now(steps)
             if stopping or saving or self._logs_now(steps):
                 self.write_metrics(step)
@@ -225,10 +241,12 @@ class Trainer:
         self.log.write("train", self.run.steps, epoch=epoch, **values, embedding_lr=step.embedding_lr)
         self.run.write_statistics(self.log, epoch=epoch)
         if 0 < self.config.train.log_seconds <= time.monotonic() - self._told:
-            self._told, epochs, samples = time.monotonic(), self.config.train.epochs, self.plan.train_rows
+            self._told, samples = time.monotonic(), self.plan.train_rows
+            # Where the validation quality ends the run, only the end of the epoch is known.
+            epochs, end = (1, " of the epoch") if self.config.train.patience else (self.config.train.epochs - epoch, "")
             self.run.say(
-                f"epoch {epoch + 1}/{epochs}  {done / samples:.1%}  step {self.run.steps:,}  loss {loss:.4f}"
-                f"  {rate:,.0f} samples/s{self.speed.time_left((epochs - epoch) * samples - done)}"
+                f"epoch {epoch + 1}{self.epochs.of_all('/')}  {done / samples:.1%}  step {self.run.steps:,}"
+                f"  loss {loss:.4f}  {rate:,.0f} samples/s{self.speed.time_left(epochs * samples - done, end)}"
             )
 
     def evaluate(self) -> None:
@@ -238,14 +256,15 @@ class Trainer:
         """
         epochs, steps, measured = self.epochs, self.run.steps, self.readers.measured
         try:
-            values, text = self.measure(measured)
+            with self.average.shown() if self.average else nullcontext():
+                values, text = self.measure(measured)
         except Stopped:
             epochs.reopen(len(self.reader))
             self.save()
             raise
         self.log.write("eval", steps, epoch=epochs.epoch - 1, **without_times(values))
         epochs.ends.append({"epoch": epochs.epoch, "step": steps, **values})
-        self.run.say(f"epoch {epochs.epoch}/{self.config.train.epochs}  step {steps}  {text}")
+        self.run.say(f"epoch {epochs.epoch}{epochs.of_all('/')}  step {steps}  {text}")
         if metric := epochs.undefined_metric():
             names = "the test split" if measured is self.readers.test else "the validation samples"
             another = ", as by another train.validation_fraction," if self.config.train.validation_fraction else ""
@@ -291,7 +310,8 @@ class Trainer:
         chosen = best if best and self.config.checkpoint.keep_best != "none" else last
         is_last, has_validation = chosen is last, self.readers.validation is not None
         if has_validation:
-            last = self._tested(last)
+            with self.average.shown() if self.average else nullcontext():
+                last = self._tested(last)
         if not is_last:
             folder, fetch = self.run.checkpoints.folder, self.run.checkpoints.fetch
             is_last = self.state.load_weights(folder, fetch=fetch).step != chosen["step"]
@@ -310,21 +330,30 @@ class Trainer:
     def report(self, quality: dict[str, Any]) -> dict[str, Any]:
         """Summarizes the run, whose quality is given, and shows the remarks about it."""
         best_possible, speed = self.plan.schema.best, self.speed
+        training = self.epochs.training_report()
         report = {
             **quality,
             "auc_remark": auc_remark(quality, self.epochs.ends[: quality["epoch"]]),
+            "curve_remark": self._curve_remark([epoch["loss"] for epoch in training]),
             "calibration_remark": calibration_remark(quality) if self.config.train.loss == "bce" else None,
             "samples_per_second": speed.samples / speed.seconds if speed.seconds else nan,
             "train_seconds": speed.seconds,
             "best_possible": dict(best_possible) if best_possible else None,
             "world_size": self.process.world_size,
             "epochs": list(map(without_times, self.epochs.ends)),
-            "training": self.epochs.training_report(),
+            "training": training,
             **self.run.report(),
         }
         for remark in remarks(report):
             self.run.say(remark)
         return report
+
+    def _curve_remark(self, losses: Sequence[float]) -> str | None:
+        """Returns :func:`curve_remark`; None where the mean loss of the epochs is no logloss."""
+        if self.config.train.loss != "bce" or len(self.plan.schema.labels) > 1:
+            return None
+        most = self.config.train.epochs
+        return curve_remark(self.epochs.ends, losses, few_steps=FEW_STEPS, most_epochs=most)
 
 
 def without_times(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -337,8 +366,8 @@ def without_times(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remarks(report: Mapping[str, Any]) -> list[str]:
-    """Returns the remarks that ask for a change. A clip without effect is worth a remark where epochs overfit."""
-    shown = [report["auc_remark"], report["clip_remark"] if report["auc_remark"] else None]
+    """Returns the remarks for the terminal. A clip without effect is worth a remark where epochs overfit."""
+    shown = [report["curve_remark"], report["auc_remark"], report["clip_remark"] if report["auc_remark"] else None]
     return [remark for remark in (*shown, report["calibration_remark"]) if remark]
 
 
@@ -371,6 +400,10 @@ class Epochs:
         if patience and best and self.epoch - best["epoch"] >= patience:
             return False
         return not (self._after_epoch and self.ends and self._after_epoch(self.ends[-1]))
+
+    def of_all(self, sign: str) -> str:
+        """Returns the sign and the number of epochs of the run; "" where the validation quality decides on it."""
+        return "" if self._config.train.patience else f"{sign}{self._config.train.epochs}"
 
     def end(self) -> None:
         self.epoch, self.step = self.epoch + 1, 0
@@ -432,9 +465,9 @@ class Speed:
             self.seconds += seconds
         return samples / seconds, seconds
 
-    def time_left(self, samples: int) -> str:
+    def time_left(self, samples: int, end: str) -> str:
         """Says how long so many samples take; "" in the first step, which compiles kernels."""
-        return f"  {timedelta(seconds=round(samples * self.seconds / self.samples))} left" if self.samples else ""
+        return f"  {timedelta(seconds=round(samples * self.seconds / self.samples))} left{end}" if self.samples else ""
 
 
 def training_readers(plan: RunPlan) -> Readers:

@@ -92,6 +92,22 @@ def test_order_and_random_splits_have_validation_samples(tmp_path):
     assert 4 <= len(found["validation"]) <= 26
 
 
+def test_many_samples_have_validation_samples_by_default(tmp_path):
+    """They are a tenth, at most 200,000, unless the test split has a given beginning or ids stay raw."""
+
+    def sizes(rows, **config):
+        made, _ = prepared(tmp_path, range(rows), **config)
+        return {name: split.rows for name, split in made.splits.items()}
+
+    assert sizes(10_000, split="order") == {"train": 8_000, "validation": 1_000, "test": 1_000}
+    assert sizes(9_999, split="order") == {"train": 8_999, "test": 1_000}
+    assert sizes(10_000, split="time", test_fraction=0.2) == {"train": 7_000, "validation": 1_000, "test": 2_000}
+    for config in ({"split": "order", "test_rows": 5}, {"split": "time", "test_from": 5}, {"validation_fraction": 0}):
+        assert "validation" not in sizes(10_000, **config), config
+    assert PrepareConfig().validation_share(8_000_000) == 200_000 / 8_000_000
+    assert PrepareConfig(raw_ids=True).validation_share(8_000_000) == 0
+
+
 def test_a_random_split_depends_on_its_fraction_and_seed_and_not_on_files_and_blocks(tmp_path, monkeypatch):
     def split(**config):
         return prepared(tmp_path, range(2000), **config)[1]["test"]

@@ -129,7 +129,7 @@ def test_default_rates_follow_the_samples(tmp_path: Path) -> None:
     """Adam's rate falls with the root of the samples and decays; saved, kept when resumed; given rates stay."""
 
     def found(toml: str, samples: int, begun: RunConfig | None = None) -> tuple[float | None, Any]:
-        optimizer = with_defaults(load(tmp_path, toml), samples, begun).optimizer
+        optimizer = with_defaults(load(tmp_path, toml), samples, begun, fixed=True).optimizer
         return optimizer.embedding_lr, optimizer.lr_decay
 
     for samples, lr in ((0, 2e-3), (2_000_000, 2e-3), (8_000_000, 1e-3), (200_000_000, 2e-4)):
@@ -146,7 +146,7 @@ def test_default_rates_follow_the_samples(tmp_path: Path) -> None:
         '[train]\npatience = 1\n[checkpoint]\nkeep_best = "auc"': (pytest.approx(1e-3), "none"),
     }
     assert {toml: found(toml, 8_000_000) for toml in given} == given
-    begun = with_defaults(RunConfig(), 8_000_000)
+    begun = with_defaults(RunConfig(), 8_000_000, fixed=True)
     save_config(begun, tmp_path / "saved.toml")
     assert found("", 300, load_config(tmp_path / "saved.toml")) == (begun.optimizer.embedding_lr, "linear")
     (tmp_path / "run").mkdir()
@@ -159,7 +159,7 @@ def test_default_rates_follow_the_samples(tmp_path: Path) -> None:
 def test_batch_size_and_l2_follow_the_samples(tmp_path: Path) -> None:
     """At least 100 steps an epoch; 20 / N for each epoch after the first; saved, and kept when the run is resumed."""
     for samples, size, l2 in ((0, 64, 1e-2), (12_799, 64, 20 / 12_799), (12_800, 128, 20 / 12_800), (10**9, 512, 1e-6)):
-        found = with_defaults(RunConfig(), samples)
+        found = with_defaults(RunConfig(), samples, fixed=True)
         assert (found.train.batch_size, found.optimizer.l2) == (size, pytest.approx(l2))
     for epochs, l2 in ((1, 1e-6), (2, 1e-4), (3, 2e-4), (50, 2e-4)):
         found = with_defaults(load(tmp_path, f"[train]\nepochs = {epochs}"), 200_000)
@@ -168,10 +168,36 @@ def test_batch_size_and_l2_follow_the_samples(tmp_path: Path) -> None:
     assert (stream.l2, stream.lr_decay) == (1e-6, "none")
     own = with_defaults(load(tmp_path, "[optimizer]\nl2 = 0.0\n[train]\nbatch_size = 7"), 200_000)
     assert (own.train.batch_size, own.optimizer.l2) == (7, 0)
-    save_config(with_defaults(RunConfig(), 200_000), tmp_path / "saved.toml")
+    save_config(with_defaults(RunConfig(), 200_000, fixed=True), tmp_path / "saved.toml")
     begun = load_config(tmp_path / "saved.toml")
     assert (begun.train.batch_size, begun.optimizer.l2) == (512, pytest.approx(1e-4))
     assert with_defaults(load(tmp_path, "[train]\nepochs = 9"), 300, begun).optimizer == begun.optimizer
+
+
+def test_epochs_of_auto_end_by_the_validation_quality(tmp_path: Path) -> None:
+    """They need validation samples, constant rates and rows that stay those of their ids; given values stay."""
+
+    def found(toml: str, samples: int = 200_000, **more: Any) -> tuple[Any, ...]:
+        config = with_defaults(load(tmp_path, toml), samples, **more)
+        train, keep = config.train, config.checkpoint.keep_best
+        return train.epochs, train.average, train.patience, train.validation_fraction, keep, config.optimizer.lr_decay
+
+    assert found("") == (2, None, 0, 0, "none", "linear")
+    held_out, by_quality = "[train]\nvalidation_fraction = 0.2\n", (50, True, 1, 0.2, "logloss", "none")
+    assert found(held_out) == found(held_out + 'epochs = "auto"') == found(held_out + "epochs = -1") == by_quality
+    assert found("", validated=True) == (50, True, 1, 0, "logloss", "none")
+    assert found("", 2_000_000, validated=True)[0] == 50
+    assert found("", 2_000_001, validated=True)[:3] == (2, None, 0)
+    assert found(held_out, fixed=True) == (2, None, 0, 0.2, "none", "linear")
+    assert found(held_out, stream=True)[:5] == (2, None, 0, 0.2, "none")
+    for toml in ('[optimizer]\nlr_decay = "cosine"', '[id_table]\nkind = "collisionless"', "[train]\nepochs = 2"):
+        assert found(toml, validated=True)[:3] == (2, None, 0), toml
+    own = "[train]\npatience = 3\naverage = false\n[checkpoint]\nkeep_best = 'auc'"
+    assert found(own, validated=True) == (50, False, 3, 0, "auc", "none")
+    defaults = with_defaults(RunConfig(), 200_000, validated=True)
+    assert defaults.optimizer.l2 == pytest.approx(40 / 200_000)
+    save_config(defaults, tmp_path / "saved.toml")
+    assert with_defaults(RunConfig(), 300, load_config(tmp_path / "saved.toml")) == defaults
 
 
 @pytest.mark.parametrize(("samples", "epochs"), [(100, 2), (70_001, 1), (300_000, 2), (300_000, 3), (7_000_000, 2)])

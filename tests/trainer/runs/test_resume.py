@@ -67,6 +67,7 @@ SETTINGS = OPTIMIZERS | {
     "full id table": [*IDS, "id_table.capacity=6", "id_table.when_full=oldest"],
     "counted ids": [*IDS, "id_table.admission=count", "id_table.threshold=4"],
     "several passes": ["train.accumulation=3"],
+    "average": ["train.average=true"],
     "drawn ids": [*IDS, "id_table.admission=probabilistic", "id_table.threshold=4", "optimizer.embedding=adagrad"],
 }
 

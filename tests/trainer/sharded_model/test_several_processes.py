@@ -31,6 +31,7 @@ MIXED = 'sharding.tables={city="column_wise",tags="data_parallel",history="row_w
 OFTEN = ["checkpoint.every_steps=3", "checkpoint.keep_last=100"]
 WEIGHTED = [*OFTEN, "optimizer.embedding_lr_factors.city=0.5", "model.embedding_dims={tags=10,history=13}"]
 STOCK = ["optimizer.embedding=rowwise_adagrad", "optimizer.l2=0", "clip.rule=none"]
+AVERAGE = ["train.average=true", "checkpoint.keep_best=logloss"]
 IDS = ["id_table.kind=collisionless", "id_table.capacity=100"]
 
 ALONE: dict[str, tuple[str, list[str]]] = {
@@ -39,7 +40,7 @@ ALONE: dict[str, tuple[str, list[str]]] = {
     "stock": ("weighted", [*OFTEN, *STOCK]),
     "adagrad": ("single", ["optimizer.embedding=adagrad", "optimizer.embedding_lr_factors.city=0.5"]),
     "fused": ("single", ["optimizer.embedding=rowwise_adagrad", "clip.rule=adaptive_field"]),  # with L2
-    "patient": ("single", ["train.validation_fraction=0.2", "train.patience=1", "checkpoint.keep_best=logloss"]),
+    "patient": ("single", ["train.validation_fraction=0.2", "train.patience=1", *AVERAGE]),
     "one_test_row": ("one_test_row", ["train.epochs=1"]),
     "synthetic": ("synthetic", ["train.epochs=1", "evaluate.by_id_counts=true"]),
     "ids": ("weighted", [*OFTEN, *IDS]),

@@ -91,8 +91,8 @@ def test_runs_on_data_that_were_prepared_anew_are_not_compared(folder: Path, tmp
         message = f"grid has runs on other samples than .*data: {why}; results would not"
         refused(message, sweep, config, data, tmp_path / "grid", larger)
     # What changes no sample, and the values that None means.
-    same = {"max_bad_rows": 7, "shard_rows": 9999, "test_fraction": 0.1, "validation_fraction": 0.0}
-    assert prepared["test_fraction"] is prepared["validation_fraction"] is None
+    same = {"max_bad_rows": 7, "shard_rows": 9999, "test_fraction": 0.1}
+    assert prepared["test_fraction"] is None
     settings = {**schema.settings, "prepare": prepared | same}
     dataclasses.replace(schema, settings=settings).save(data)
     assert len(sweep(config, data, tmp_path / "grid", grid)) == 1

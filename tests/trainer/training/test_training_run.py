@@ -276,7 +276,7 @@ def test_a_resumed_run_keeps_the_batch_size_and_l2_that_it_began_with(folder: Pa
 
 
 VALIDATION = ["train.validation_fraction=0.2", "optimizer.dense_lr=0.05", "optimizer.warmup_epochs=0"]
-PATIENT = [*VALIDATION, "train.epochs=8", "train.patience=2", "checkpoint.keep_best=logloss"]
+PATIENT = [*VALIDATION, "train.epochs=16", "train.patience=2", "train.average=true", "checkpoint.keep_best=logloss"]
 VALIDATED_ROWS = 41
 """A fifth of 205 training samples; 164 are left, which is four steps an epoch."""
 
@@ -331,7 +331,7 @@ def test_patience_ends_the_run_and_chooses_the_best_epoch(
 ) -> None:
     losses = [epoch["validation_logloss"] for epoch in stopped["epochs"]]
     best = losses.index(min(losses))
-    assert len(losses) == best + 1 + 2 < 8, losses
+    assert len(losses) == best + 1 + 2 < 16, losses
     assert stopped["best_epoch"] == stopped["epoch"] == best + 1
     for key in ("validation_auc", "validation_logloss"):
         assert stopped[key] == stopped["epochs"][best][key]
