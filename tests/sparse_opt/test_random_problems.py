@@ -46,7 +46,7 @@ def test_random_problems_equal_plain_loops(world: int, pytestconfig: pytest.Conf
             assert_solved(problem, processes.train(problem))
 
         @settings(
-            max_examples=number or (EXAMPLES if thorough else EXAMPLES // 3),
+            max_examples=number or (EXAMPLES if thorough else EXAMPLES // 5),
             derandomize=number is None,
             database=None,
             deadline=None,

@@ -61,7 +61,10 @@ def inferred(path, label=None):
 
 def prepared(raw, **settings):
     """Prepares a file with the schema file beside it, by default all of it for training."""
-    config, schema_file = PrepareConfig(**settings or {"test_fraction": 0}), raw.with_name("columns.toml")
+    config, schema_file = (
+        PrepareConfig(**settings or {"test_fraction": 0, "validation_fraction": 0}),
+        raw.with_name("columns.toml"),
+    )
     return prepare("tabular", [raw], raw.with_name("data"), config, schema_file=schema_file)
 
 

@@ -142,7 +142,7 @@ def test_training_samples_in_the_order_of_their_label_are_reported(tmp_path, cap
     label = pa.array((np.random.default_rng(0).random(rows) < limit).astype(np.int8))
     pq.write_table(pa.table({"click": label, "shop": pa.array(numbers % 7)}), tmp_path / "raw.parquet")
     (tmp_path / "columns.toml").write_text('label = "click"\nfields = [{name = "shop", kind = "categorical"}]')
-    config, columns = PrepareConfig(test_fraction=0), tmp_path / "columns.toml"
+    config, columns = PrepareConfig(test_fraction=0, validation_fraction=0), tmp_path / "columns.toml"
     prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "out", config, schema_file=columns)
     found = [message for message in caplog.messages if "sorted" in message]
     assert len(found) == (kind == "sorted")
