@@ -73,8 +73,12 @@ def require_shared(path: Path, process: Process) -> None:
 
     try:
         on_first(process, check)
-    finally:
+    except UserError:
         own.unlink(missing_ok=True)
+        with suppress(OSError):  # something else is in the folder
+            path.rmdir()
+        raise
+    own.unlink()
 
 
 def require_unused(path: Path) -> None:
