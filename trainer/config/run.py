@@ -234,7 +234,7 @@ def with_defaults(
         long = not stream and samples >= DECAY_SAMPLES and -(-trained // size) * horizon >= DECAY_STEPS
         decays = is_adam and long and optimizer.embedding_lr is None and not train.patience and not train.average
         decay = "linear" if decays else "none"
-        again = 0 if stream else 2 if train.average else min(train.epochs - 1, 2)
+        again = 0 if stream else 4 if train.average else min(train.epochs - 1, 2)
         l2 = min(max(20 * again / max(samples, 1), 1e-6), 1e-2)
     defaults = {"embedding_lr": lr, "lr_decay": decay, "l2": l2}
     lacking = {key: value for key, value in defaults.items() if getattr(optimizer, key) is None}

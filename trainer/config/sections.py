@@ -211,8 +211,8 @@ class OptimizerConfig:
         embedding_lr, dense_lr, l2: learning rates of tables and network, and coefficient of L2, at the base batch size.
             embedding_lr is by default 2e-3 at batch 1,024; Adam's with more than 2,000,000 training samples is 2e-3 *
             sqrt(2,000,000 / samples). l2 applies to embeddings, wide weights and the linear part of the dense features.
-            It is by default 20 * (train.epochs - 1, at most 2) / (training samples), between 1e-6 and 1e-2, and 1e-6
-            for a stream.
+            It is by default 20 * (train.epochs - 1, at most 2) / (training samples), with train.average 80 / (training
+            samples), between 1e-6 and 1e-2, and 1e-6 for a stream.
         embedding_lr_factors: factors of the learning rate of single tables, embeddings and wide weights, such as
             `{ city = 0.5 }`, by the name of their field, or of the table that fields share. 0 freezes a table. Scaling,
             warm-up and lr_decay of embedding_lr come before the factor.

@@ -195,7 +195,7 @@ def test_epochs_of_auto_end_by_the_validation_quality(tmp_path: Path) -> None:
     own = "[train]\npatience = 3\naverage = false\n[checkpoint]\nkeep_best = 'auc'"
     assert found(own, validated=True) == (50, False, 3, 0, "auc", "none")
     defaults = with_defaults(RunConfig(), 200_000, validated=True)
-    assert defaults.optimizer.l2 == pytest.approx(40 / 200_000)
+    assert defaults.optimizer.l2 == pytest.approx(80 / 200_000)
     save_config(defaults, tmp_path / "saved.toml")
     assert with_defaults(RunConfig(), 300, load_config(tmp_path / "saved.toml")) == defaults
 
