@@ -38,7 +38,7 @@ from .sections import (
 EMBEDDING_LR, RATE_SAMPLES = 2e-3, 2_000_000
 """Default of `optimizer.embedding_lr` at base batch 1,024, and the number of samples beyond which it is lower.
 
-With more samples, rates fall over two epochs by default; the mean of the weights was not measured there.
+With more samples, rates fall over two epochs by default, since the mean of the weights was hardly measured there.
 """
 DECAY_SAMPLES, DECAY_STEPS = 100_000, 100
 """Samples and steps of a run from which the default rates decay. Of few steps none may be a small one."""
