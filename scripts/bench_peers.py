@@ -215,7 +215,10 @@ def _history_of(schema: Schema) -> SparseField:
     if history is None:
         raise ValueError("the data set has no sequence that shares the table of a field; DIN needs one")
     if "validation" in schema.splits and schema.split("validation").rows:
-        raise ValueError("the data set has a validation split, so that test AUC is measured once; prepare it without")
+        raise ValueError(
+            "the data set has a validation split, so that test AUC is measured once; prepare it with"
+            " prepare.validation_fraction=0"
+        )
     return history
 
 

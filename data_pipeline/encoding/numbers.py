@@ -159,8 +159,9 @@ def normal_scores(counts: ValueCounts) -> tuple[list[float], list[float]]:
     return values[chosen].tolist(), [_NORMAL.inv_cdf(rank) for rank in ranks[chosen].tolist()]
 
 
-_KINDS: Sequence[str] = ("none", "minmax", "missing", "log", "quantile")
-_NONE, _MINMAX, _MISSING, _LOG, _QUANTILE = range(5)
+_KINDS = ("none", "minmax", "missing", "log", "quantile")
+_MINMAX, _MISSING, _LOG, _QUANTILE = range(1, len(_KINDS))
+"""Numbers of the kinds of transforms; numpy computes those after _MISSING."""
 
 
 class Transforms:
@@ -181,10 +182,8 @@ class Transforms:
         names = [dense.source if dense.element is None else dense.name for dense in fields]
         self._source = np.array([places[name] for name in names], np.int64)
         self._kind = np.array([_KINDS.index(dense.transform) for dense in fields], np.int64)
-        self._range = np.array(
-            [(each.minimum, each.maximum - each.minimum, bound(each)) for each in fields], np.float64
-        )
-        self._range = self._range.reshape(-1, 3)
+        ranges = [(dense.minimum, dense.maximum - dense.minimum, bound(dense)) for dense in fields]
+        self._range = np.array(ranges, np.float64).reshape(-1, 3)
         self._logs, self._quantiles = (np.flatnonzero(self._kind == kind).tolist() for kind in (_LOG, _QUANTILE))
 
     def of_columns(self, columns: Mapping[str, np.ndarray], count: int) -> np.ndarray:

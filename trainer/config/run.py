@@ -47,7 +47,10 @@ FEW_STEPS = 200
 MOST_AUTO_BATCH = 1 << 16
 """Largest `train.batch_size = "auto"`: 128 times the largest default."""
 MOST_EPOCHS, FIXED_EPOCHS = 50, 2
-"""Epochs of `train.epochs = "auto"`: the most of a run that its validation quality ends, and those of other runs."""
+"""Epochs of `train.epochs = "auto"`: the most of a run that its validation quality ends, and those of other runs.
+
+The steps of so many epochs count for `train.batch_size = "auto"` where the end of the run is unknown.
+"""
 _TO_CHANGE = "load_config(path, ['section.key=value', ...]) and dataclasses.replace change values"
 
 
@@ -221,17 +224,16 @@ def with_defaults(
         size, l2 = begun.train.batch_size, begun.optimizer.l2
         lr, decay = begun.optimizer.embedding_lr, begun.optimizer.lr_decay
     else:
-        trained, horizon = samples - round(samples * train.validation_fraction), train.epochs
-        if train.average:  # an epoch more or less is of no matter to what the values are for
-            horizon = FIXED_EPOCHS
+        trained = samples - round(samples * train.validation_fraction)
+        expected = FIXED_EPOCHS if train.patience else train.epochs
         size = min(max(1 << max(trained // 100, 1).bit_length() - 1, 64), 512)
         if train.batch_size == AUTO:
             most = min(MOST_AUTO_BATCH, 1 << max(trained, 1).bit_length() - 1)
-            size = max(largest_batch(trained, horizon, most), 64)
+            size = max(largest_batch(trained, expected, most), 64)
         is_adam = "adam" in optimizer.embedding
         lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if is_adam and samples > RATE_SAMPLES else 1.0)
         size = train.batch_size if train.batch_size > 0 else size
-        long = not stream and samples >= DECAY_SAMPLES and -(-trained // size) * horizon >= DECAY_STEPS
+        long = not stream and samples >= DECAY_SAMPLES and -(-trained // size) * train.epochs >= DECAY_STEPS
         decays = is_adam and long and optimizer.embedding_lr is None and not train.patience and not train.average
         decay = "linear" if decays else "none"
         again = 0 if stream else 4 if train.average else min(train.epochs - 1, 2)
@@ -242,7 +244,7 @@ def with_defaults(
 
 
 def _with_epochs(config: RunConfig, begun: RunConfig | None, *, validated: bool, fixed: bool) -> RunConfig:
-    """Sets `train.epochs` where it is "auto", and what it then stands for."""
+    """Replaces `train.epochs` = "auto" by what "auto" stands for; see :class:`TrainConfig`."""
     train, keep_best = config.train, config.checkpoint.keep_best
     if train.epochs != AUTO:
         return config

@@ -281,7 +281,7 @@ class _CpuStager(AsyncStager):
     _synchronize_after_execute = False
 
     def stage(self, state_dict: State) -> State:
-        return {key: _cpu_copy(value) for key, value in state_dict.items()}
+        return dict(copied(state_dict, on_cpu=True))
 
     def synchronize_staging(self) -> None:
         pass
@@ -299,18 +299,23 @@ def _local_bytes(value: Any) -> int:
     return int(value.nbytes)
 
 
-def _cpu_copy(value: Any) -> Any:
+def copied(value: Any, *, on_cpu: bool = False) -> Any:
+    """Copies the tensors of nested dictionaries, to their own devices or to the CPU."""
     if isinstance(value, dict):
-        return {key: _cpu_copy(entry) for key, entry in value.items()}
+        return {key: copied(entry, on_cpu=on_cpu) for key, entry in value.items()}
     if isinstance(value, ShardedTensor):
         whole = value.metadata()
-        on_cpu = replace(whole, shards_metadata=[_placed_on_cpu(shard) for shard in whole.shards_metadata])
-        shards = [Shard(_cpu_copy(shard.tensor), _placed_on_cpu(shard.metadata)) for shard in value.local_shards()]
+        if on_cpu:
+            whole = replace(whole, shards_metadata=[_placed_on_cpu(shard) for shard in whole.shards_metadata])
+        shards = [
+            Shard(copied(shard.tensor, on_cpu=on_cpu), _placed_on_cpu(shard.metadata) if on_cpu else shard.metadata)
+            for shard in value.local_shards()
+        ]
         return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, on_cpu, process_group=value._process_group
+            shards, whole, process_group=value._process_group
         )
     assert isinstance(value, Tensor)
-    return value.detach().to("cpu", copy=True)
+    return value.detach().to("cpu" if on_cpu else value.device, copy=True)
 
 
 def _placed_on_cpu(shard: ShardMetadata) -> ShardMetadata:

@@ -209,7 +209,7 @@ class TrainState:
     def load_weights(self, folder: Path, checkpoint: str = "", fetch: Fetch = all_present) -> Progress:
         """Loads the weights and id tables of the checkpoint of :func:`choose_checkpoint`, to use or export the model.
 
-        The weights are the mean where the checkpoint has one.
+        If the checkpoint has a mean of the weights, the model gets the mean.
 
         Raises UserError as that function does, or if the checkpoint does not fit the model.
         """
@@ -222,6 +222,10 @@ class TrainState:
         if "averaged" in checkpoint_keys(path):
             read_checkpoint(path, {"average": averaged_weights(self.model)}, fetch)
         return progress
+
+    def with_kept_weights(self) -> AbstractContextManager[None]:
+        """Gives the model the weights that a run measures and keeps, within the block: the mean, if there is one."""
+        return self.average.shown() if self.average else nullcontext()
 
     def _as_stored(self) -> AbstractContextManager[None]:
         """Saves and loads replayed rows as they are within the block; see :meth:`EmbeddingAdam.as_stored`."""

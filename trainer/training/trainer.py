@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from math import isfinite, isnan, nan
@@ -126,7 +125,6 @@ class Trainer:
     def __init__(self, run: ActiveRun, readers: Readers, after_epoch: AfterEpoch | None = None) -> None:
         self.run, self.readers, self.reader = run, readers, readers.train
         self.plan, self.config, self.process, self.state = run.plan, run.config, run.process, run.state
-        self.average = self.state.average
         keep_resident(readers, self.plan)
         require_distinct_measures(self.plan.schema.labels)
         check_batches(self.state.model, self.plan)
@@ -201,8 +199,8 @@ class Trainer:
             passes = self.reader.passes(epochs.step) if accumulates else 1
             step = self.run.step(batches, passes)
             epochs.step += 1
-            if self.average and epochs.step * STATES // steps > (epochs.step - 1) * STATES // steps:
-                self.average.add()
+            if self.state.average and self._averages_now(steps):
+                self.state.average.add()
             stopping, saving = self.stop.agreed(), self._saves_now(steps)
             if stopping or saving or self._logs_now(steps):
                 self.write_metrics(step)
@@ -231,6 +229,11 @@ class Trainer:
         every = self.config.checkpoint.every_steps
         return every > 0 and self.run.steps % every == 0 and self.epochs.step < steps
 
+    def _averages_now(self, steps: int) -> bool:
+        """Tells whether one of the STATES equal parts of the epoch has ended."""
+        taken = self.epochs.step
+        return taken * STATES // steps > (taken - 1) * STATES // steps
+
     def write_metrics(self, step: Step) -> None:
         """Writes the metrics since the last call, and now and then logs a line; ``step`` is the latest one."""
         epoch, done = self.epochs.epoch, self._samples_done()
@@ -256,7 +259,7 @@ class Trainer:
         """
         epochs, steps, measured = self.epochs, self.run.steps, self.readers.measured
         try:
-            with self.average.shown() if self.average else nullcontext():
+            with self.state.with_kept_weights():
                 values, text = self.measure(measured)
         except Stopped:
             epochs.reopen(len(self.reader))
@@ -310,7 +313,7 @@ class Trainer:
         chosen = best if best and self.config.checkpoint.keep_best != "none" else last
         is_last, has_validation = chosen is last, self.readers.validation is not None
         if has_validation:
-            with self.average.shown() if self.average else nullcontext():
+            with self.state.with_kept_weights():
                 last = self._tested(last)
         if not is_last:
             folder, fetch = self.run.checkpoints.folder, self.run.checkpoints.fetch

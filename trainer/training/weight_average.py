@@ -5,9 +5,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-from ..runs.checkpoint import State
+from ..runs.checkpoint import State, copied
 from ..sharded_model.build import local_shards
 
 STATES = 8
@@ -19,7 +18,7 @@ _PART = 1 << 24
 
 
 class WeightAverage:
-    """Mean of the states of a model, of which the i-th has a weight that grows as i to the power of LATER.
+    """Weighted mean of the states of a model. The weight of the i-th state grows as i to the power of LATER.
 
     After k states the mean is ``m + (p + 1) / (k + p) * (w - m)``, where w is the k-th state, m the mean before, and p
     is LATER. This is the polynomial-decay averaging of Shamir and Zhang (arXiv 1212.1824, section 4). Under constant
@@ -42,7 +41,7 @@ class WeightAverage:
         """Adds the present state of the model. All processes call together."""
         self.count += 1
         if self.count == 1:
-            self._mean = self._copy()
+            self._mean = copied(averaged_weights(self._model))
             return
         share = (LATER + 1) / (self.count + LATER)
         for mean, weight in self._pairs():
@@ -63,13 +62,10 @@ class WeightAverage:
 
     def empty_state(self) -> State:
         """Returns a state to read a checkpoint into, which :meth:`load` takes."""
-        return {"average": self._copy(), "averaged": torch.tensor(0)}
+        return {"average": copied(averaged_weights(self._model)), "averaged": torch.tensor(0)}
 
     def load(self, state: State) -> None:
         self._mean, self.count = state["average"], int(state["averaged"])
-
-    def _copy(self) -> State:
-        return {name: _copied(weight) for name, weight in averaged_weights(self._model).items()}
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields this process's part of each mean, and of the weight that it belongs to."""
@@ -89,12 +85,3 @@ class WeightAverage:
 def averaged_weights(model: nn.Module) -> State:
     """Returns the floating-point weights of a model, sharing their memory, with replayed rows up to date."""
     return {name: tensor for name, tensor in model.state_dict().items() if tensor.dtype.is_floating_point}
-
-
-def _copied(tensor: ShardedTensor | Tensor) -> ShardedTensor | Tensor:
-    if not isinstance(tensor, ShardedTensor):
-        return tensor.detach().clone()
-    shards = [Shard(shard.tensor.clone(), shard.metadata) for shard in tensor.local_shards()]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, tensor.metadata(), process_group=tensor._process_group
-    )

@@ -175,7 +175,7 @@ def test_batch_size_and_l2_follow_the_samples(tmp_path: Path) -> None:
 
 
 def test_epochs_of_auto_end_by_the_validation_quality(tmp_path: Path) -> None:
-    """They need validation samples, constant rates and rows that stay those of their ids; given values stay."""
+    """The quality decides if there are validation samples, constant rates, and ids that keep their rows."""
 
     def found(toml: str, samples: int = 200_000, **more: Any) -> tuple[Any, ...]:
         config = with_defaults(load(tmp_path, toml), samples, **more)

@@ -15,7 +15,7 @@ folder = data_folder("price", "city")
 
 
 def test_the_mean_is_that_of_torch() -> None:
-    """The mean is also the sum of all states, of which the last one of k has the share 5 / (k + 4)."""
+    """The k-th state enters torch's mean with the share 5 / (k + 4)."""
 
     def later_count_more(mean: Tensor, now: Tensor, count: Tensor | int) -> Tensor:
         return mean + 5 / (int(count) + 1 + 4) * (now - mean)
@@ -41,7 +41,7 @@ def test_rows_that_pass_to_other_ids_have_no_mean(folder: Path, tmp_path: Path) 
 
 
 def test_training_does_not_notice_the_mean(folder: Path, tmp_path: Path) -> None:
-    """A run has eight states of an epoch, or each of its five steps, in the mean; the weights are those without it."""
+    """The last weights are those of a run without the mean. All five steps of each epoch enter the mean."""
     settings = ["optimizer.absent_rows=lazy", "train.epochs=2"]
     run(folder, tmp_path / "plain", *settings)
     run(folder, tmp_path / "average", *settings, "train.average=true")
