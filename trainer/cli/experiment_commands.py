@@ -95,8 +95,9 @@ def tune(
 ) -> None:
     """Searches learning rates and L2 at one batch size; writes tuned.toml, for `cowrec train` and `cowrec sweep`.
 
-    Trials are chosen by validation samples, by default the last of the training split, never of the test split. After
-    an interruption the same command continues; with more trials or wider ranges it goes on from those it has.
+    Trials are chosen by validation samples, never by the test split. Without a validation split, these are the last
+    samples of the training split. After an interruption the same command continues; with more trials or wider ranges it
+    goes on from those it has.
 
     Example: `cowrec tune run.toml --data data/criteo --batch-size 1K --trials 20`
     """

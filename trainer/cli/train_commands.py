@@ -67,6 +67,8 @@ def train(
 ) -> None:
     """Trains a model on a prepared data set. train.batch_size is the global batch, over all processes.
 
+    With the default settings, the run ends when the validation samples are no longer predicted better.
+
     Example: `cowrec train --data data/clicks --set train.batch_size=8K`, with the default settings, or
     `cowrec train run.toml --data data/clicks --run-dir runs/clicks`
 
@@ -132,8 +134,8 @@ def online(
     source: Annotated[
         str,
         typer.Option(
-            help="Stream of samples: folder, redis://HOST:PORT/DB?stream=NAME,"
-            " redis+sentinel://HOST:PORT,HOST:PORT/MASTER/DB?stream=NAME, or kafka://HOST:PORT/TOPIC."
+            help="Stream of samples: folder, redis://HOST:PORT/DB?stream=NAME, redis+sentinel://... (docs/online.md),"
+            " or kafka://HOST:PORT/TOPIC."
         ),
     ],
     data: TrainData = None,
@@ -143,8 +145,8 @@ def online(
     publish: Annotated[
         str | None,
         typer.Option(
-            help="Target of publications: folder, redis://HOST:PORT/DB?name=NAME, or"
-            " redis+sentinel://HOST:PORT,HOST:PORT/MASTER/DB?name=NAME."
+            help="Target of publications: folder, redis://HOST:PORT/DB?name=NAME, or redis+sentinel://..."
+            " (docs/online.md)."
         ),
     ] = None,
     overrides: Overrides = None,
