@@ -58,13 +58,7 @@ class BadSample:
 
 @dataclass(frozen=True)
 class RawSamples:
-    """Samples as columns.
-
-    Attributes:
-        table: the raw columns that at least one sample has.
-        index: index of each table row among the given samples, int64 [R].
-        bad: samples left out of the table.
-    """
+    """Raw columns of the good samples, the `index` of each row among the given samples, int64 [R], and the bad ones."""
 
     table: pa.Table
     index: np.ndarray
@@ -132,7 +126,6 @@ class SampleCodec:
     """Encodes raw samples exactly as `prepare` encoded the data set, with the same maps and vocabularies.
 
     Attributes:
-        schema: schema of encoded samples.
         columns: names of the required raw columns; a missing value is null.
         source_columns: raw column of each source of the encoded fields.
         together: groups of raw columns that must be in one part of a request, such as ages and the time.

@@ -1,7 +1,4 @@
-"""Stable 64-bit hashes of integers and strings, compiled: splitmix64 and FNV-1a.
-
-R values.
-"""
+"""Stable 64-bit hashes of integers and strings, compiled: splitmix64 and FNV-1a. R values."""
 
 from typing import Any
 

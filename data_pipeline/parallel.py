@@ -12,7 +12,6 @@ Result = TypeVar("Result")
 
 
 def available_cores() -> int:
-    """Returns the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -36,8 +36,7 @@ def open_redis(url: str, **options: Any) -> Any:
             for the master that Sentinels name; ``rediss`` for TLS. `sentinel_username` and `sentinel_password` after a
             ``?`` are for the Sentinels.
 
-    Raises:
-        ValueError: the URL is not valid, or redis-py is not installed.
+    Raises ValueError: the URL is not valid, or redis-py is not installed.
     """
     try:
         import redis

@@ -20,8 +20,7 @@ class Batch(Pipelineable):
         label: float32 [B], or [B, T] for T > 1 tasks; 0 or 1, a rate between, NaN where unknown.
         global_batch_size: samples over all ranks; B by default.
         time: int64 [B], Unix seconds; None if the data set has no time column.
-        true_logit: float32 [B], logits of the true click probabilities; None if the data set has none, or the reader
-            does not read them.
+        true_logit: float32 [B], logits of the true click probabilities; None if the reader reads none.
         weight: of samples, float32 [B], at least 0; None if the data set has none.
         share: share of the samples of a training step; below 1 where a step takes several batches.
     """

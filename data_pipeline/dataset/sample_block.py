@@ -51,9 +51,8 @@ class Bags:
     def by_position(self, most: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Divides the last L = `most` ids by position, the last one for the newest id. Waits for the device.
 
-        Returns:
-            The ids of the first position, of the second, and so on; int32 [L * R], 1 where a sample has an id at a
-            position; and the number of ids at each position.
+        Returns the ids of the first position, of the second, and so on; int32 [L * R], 1 where a sample has an id at a
+        position; and the number of ids at each position.
         """
         position = torch.arange(most, device=self.offsets.device)[:, None]
         present = position >= most - self.lengths
@@ -86,9 +85,7 @@ class SampleBlock:
         label: float32 [R], or [R, T] for T > 1 labels.
         ids: int32 [R, S], single-valued fields in schema order; int64 if the schema has raw ids.
         bags: list fields by name.
-        time: int64 [R], Unix seconds, or None.
-        true_logit: float32 [R], or None.
-        weight: of samples, float32 [R], or None.
+        time, true_logit, weight: int64 (Unix seconds), float32 and float32 [R], or None.
     """
 
     dense: torch.Tensor
@@ -127,7 +124,6 @@ class SampleBlock:
 
     @property
     def _optional(self) -> tuple[torch.Tensor | None, ...]:
-        """The columns that not all data sets have, in the order of the attributes."""
         return self.time, self.true_logit, self.weight
 
     def take_each(self, order: torch.Tensor, slices: Sequence[slice]) -> Iterator["SampleBlock"]:
@@ -246,7 +242,6 @@ class SampleBlock:
 
 
 def id_dtype(schema: Schema) -> torch.dtype:
-    """Returns the dtype of all ids: int64 if some are raw, otherwise int32."""
     return torch.int64 if schema.has_raw_ids else torch.int32
 
 

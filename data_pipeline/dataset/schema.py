@@ -66,8 +66,7 @@ class DenseField:
         name: Parquet column.
         transform: "minmax": (x - minimum) / (maximum - minimum), 0 if both are equal; "log": log1p(max(x - minimum,
             0)); "none": x itself. In these a missing value is 0 before the transform. "quantile": `levels`,
-            interpolated linearly between `knots`, constant outside of them, and 0 for a missing value. "missing": 1 for
-            a missing value, else 0.
+            interpolated linearly between `knots`, constant outside, 0 if missing. "missing": 1 if missing, else 0.
         minimum, maximum: range of the samples that the transform was fitted on, in raw units.
         source: the raw field.
         knots, levels: for "quantile": numbers in increasing order, and the normal score of each.
@@ -135,7 +134,6 @@ class SparseField:
 
     @property
     def has_weights(self) -> bool:
-        """True if each id has a weight."""
         return self.kind == "weighted"
 
     @property
@@ -157,7 +155,6 @@ class Split:
     """Size of one split, or of one shard.
 
     Attributes:
-        rows: samples.
         positives: for each label, the sum of labels times sample weights, which is the number of positive samples
             without weights and rates; None if labels are unknown, as in a test set for prediction.
         shards: samples of each Parquet file, in the order of their names.
@@ -211,12 +208,10 @@ class Schema:
             synthetic data.
         settings: configuration that the data set was made with, as plain JSON.
         bad_rows: numbers of the bad samples that were left out, by reason.
-        versions: versions of the libraries that wrote the data set.
         labels: names of the labels, one for each task; the Parquet columns are `label`, or of several labels
             `label_<name>`: float32, from 0 to 1, NaN where unknown.
         sample_weights: True if every sample has a weight, in the Parquet column `sample_weight`: float32, at least 0.
-        numbered: True if every sample has its number over all raw files, in the Parquet column `sample_number`: int64.
-            Bad rows count, headers do not.
+        numbered: True if the Parquet column `sample_number`, int64, has numbers over all raw files; bad rows count.
         kept: raw columns that predictions show beside the probability, in the Parquet columns `kept_<name>`: strings,
             empty where missing.
         negative_fraction: share of the negative samples that the training split kept; 1 for all.
@@ -264,7 +259,6 @@ class Schema:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the `KeyedJaggedTensor`."""
         return tuple(key for field in self.sparse for key in field.keys)
 
     @property
@@ -366,7 +360,6 @@ def escaped_name(name: str) -> str:
 
 
 def vocabulary_file(folder: Path, field: str) -> Path:
-    """Returns the file of a field's vocabulary in the folder of a data set or run."""
     return folder / VOCABULARY_FOLDER / f"{escaped_name(field)}.parquet"
 
 

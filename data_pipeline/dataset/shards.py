@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 
 def shard_path(data_dir: Path, split: str, number: int) -> Path:
-    """Returns the path of shard `number` of a split."""
     return data_dir / split / f"{number:05d}.parquet"
 
 
@@ -72,10 +71,8 @@ def load_shards(
 ) -> SampleBlock:
     """Reads the shards `numbers` of a split, several at a time, in that order into one `SampleBlock` on `device`.
 
-    Raises:
-        ValueError: a shard is missing or damaged, differs from the schema in columns, types or size, or has an id
-            outside [0, num_embeddings).
-        OSError: the data set is a copy of one in an object store, which does not answer.
+    Raises ValueError: a shard is missing or damaged, differs from the schema in columns, types or size, or has an id
+    outside [0, num_embeddings); OSError: the data set is a copy of one in an object store, which does not answer.
     """
     sizes = {shard_path(data_dir, split, number): schema.split(split).shards[number] for number in numbers}
 
@@ -289,7 +286,6 @@ def _check_target(final: Path, overwrite: bool) -> None:
 _FILES = re.compile(
     rf"{re.escape(SCHEMA_FILE)}|(train|validation|test)/\d+\.parquet|{VOCABULARY_FOLDER}/[^/]+\.parquet"
 )
-"""Names of the files of a data set."""
 
 
 def check_replaceable(place: str, names: Collection[str]) -> None:

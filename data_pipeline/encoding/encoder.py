@@ -1,7 +1,4 @@
-"""The encoder: fitted transforms, vocabularies and hashes, applied to parsed columns or to the values of a few samples.
-
-R samples.
-"""
+"""The encoder: fitted transforms, vocabularies and hashes, applied to R parsed samples or to the values of a few."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -125,8 +122,7 @@ class Encoder:
         All numbers form one array, and all ids one array of strings that are hashed together. Labels are NaN, and times
         are unknown. `columns` are the canonical values by raw field (`RawType.canonical`) of `count` samples.
 
-        Raises:
-            AttributeError, TypeError, ValueError, OverflowError: a value is wrong; the error does not tell which.
+        Raises AttributeError, TypeError, ValueError or OverflowError: a value is wrong; the error does not tell which.
         """
         numbers = self._transforms.of_values(columns, count)
         parts = [self._few_ids(field, columns, numbers) for field in self.sparse]

@@ -1,7 +1,4 @@
-"""Numbers: counts of a column's values, and the transforms that are fitted on them.
-
-R numbers, U distinct ones, S raw fields, N dense fields.
-"""
+"""Numbers: counts of a column's values and fitted transforms. R numbers, U distinct, S raw fields, N dense fields."""
 
 from bisect import bisect_left as bisect
 from collections import Counter
@@ -92,7 +89,6 @@ class NumberStatistics:
     Attributes:
         minimum, maximum: range, with missing values taken as 0.
         counts: the numbers that are not missing; None if the transform needs the range alone.
-        missing: number of missing values.
     """
 
     minimum: float = np.inf

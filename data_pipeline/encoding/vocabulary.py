@@ -1,7 +1,4 @@
-"""Vocabularies: the ids of a field that have their own embedding row, and compiled tables of strings.
-
-R ids, U distinct ones.
-"""
+"""Vocabularies: the U ids of a field that have their own embedding row, and compiled tables of strings. R ids."""
 
 from pathlib import Path
 

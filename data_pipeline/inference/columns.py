@@ -82,12 +82,7 @@ class JoinedList(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """The first values of a column, and what can be seen of them.
-
-    Attributes:
-        values: the values as text, empty where missing; None if they have no text.
-        said, scope: see `RawSample.types` and `RawSample.scope`.
-    """
+    """The first values of a column as text, empty where missing, None for lists; `said`, `scope`: see `RawSample`."""
 
     name: str
     values: Sequence[str | None]
@@ -105,7 +100,6 @@ class Column:
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """Occurrences of each distinct value that is not missing."""
         return Counter(self.known)
 
     @cached_property
@@ -122,7 +116,6 @@ class Column:
 
     @property
     def most(self) -> str:
-        """The most frequent value."""
         return max(self.counts, key=self.counts.__getitem__, default="")
 
     @property
@@ -132,12 +125,10 @@ class Column:
 
     @cached_property
     def numbers(self) -> list[float]:
-        """The distinct values that are numbers."""
         return [float(text) for text in self.distinct if NUMBER_PATTERN.fullmatch(text)]
 
     @cached_property
     def whole(self) -> list[str]:
-        """The distinct values that are whole numbers."""
         return [text for text in self.distinct if WHOLE.fullmatch(text)]
 
     @cached_property
@@ -255,11 +246,9 @@ class Rule:
     """One kind of column.
 
     Attributes:
-        holds: whether a column is of this kind.
         kind: kind of the field; empty for a column that is better left out.
         why: the remark, in which `{c.NAME}` is an attribute of the column.
         unsure: whether the reader should check the remark.
-        keys: further keys of the field.
         also_ids: True for integers that may be ids, which get a second field.
     """
 
@@ -373,11 +362,9 @@ REMARKS = (
 
 @dataclass(frozen=True)
 class Guess:
-    """What a column probably is: the rule that decided, its results, and all remarks.
+    """What a column probably is: the rule that decided, its results as in `Rule`, and all remarks.
 
-    Attributes:
-        kind: kind of the field; empty for a column that is better left out.
-        is_time: True if nearly all rows have a time in the column.
+    `is_time` is True if nearly all rows have a time in the column.
     """
 
     column: Column

@@ -69,7 +69,6 @@ class RawSample:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return len(self.values[0]) if self.values else 0
 
     @property

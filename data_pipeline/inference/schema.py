@@ -84,14 +84,12 @@ class InferredSchema:
     """A guess of what the columns of a raw file hold.
 
     Attributes:
-        path: the file.
         rows: number of the first rows that the guess was made from.
         file: keys of the file: delimiter, quote, header and, without a header, columns.
         label: the label's column, or the columns of its count and total.
         rule: which values of the label are positive; None if they are 0 and 1, or rates.
         time: column of the times of samples; None if no column has a time in every row.
         null: texts that seem to mean a missing value, in any field.
-        fields: the fields.
         left_out: columns that are no fields, each with the reasons.
         notes: what is unsure about the whole file.
     """
@@ -160,8 +158,7 @@ def infer_schema(
         positive: values of that column that are positive.
         delimiter: of text; by default the one of the common delimiters that divides the lines alike.
 
-    Raises:
-        ValueError: the file cannot be read, has no such column, or no column looks like a label or a field.
+    Raises ValueError: the file cannot be read, has no such column, or no column looks like a label or a field.
     """
     if positive and not label:
         raise UserError(f"positive = {[*positive]} needs the label whose values these are; name its column (--label)")
@@ -223,7 +220,6 @@ def _left_out(column: str, why: str) -> Entry:
 
 
 def _lacking(column: Column) -> tuple[Remark, ...]:
-    """Remarks that a label or a time has missing values."""
     if not column.missing:
         return ()
     share = f"{100 * column.missing:.3g} % of the rows have none"
@@ -235,7 +231,6 @@ def _could_be(names: Sequence[str]) -> tuple[Remark, ...]:
 
 
 def _time(time: str, times: Sequence[str], guesses: Guesses) -> Entry:
-    """Returns the entry of a column of times, with its form and the other columns that hold times."""
     form, column = guesses[time].column.time_form, guesses[time].column
     assert form is not None
     said = [unsure(f"{form.said}; {form.other} fits all values too")] if form.other else []
@@ -258,7 +253,7 @@ class FoundLabel:
     Attributes:
         columns: the label's column, and the column of totals if the label counts.
         label: the column, or a table that names it.
-        rule: which values are positive, see `label_rule`.
+        rule: see `label_rule`.
     """
 
     columns: tuple[str, ...]

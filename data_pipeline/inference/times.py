@@ -43,7 +43,6 @@ class TimeForm(NamedTuple):
     other: str = ""
 
     def of(self, column: str) -> Any:
-        """Returns the value of `time` in a schema file."""
         return {"column": column, **self.keys} if self.keys else column
 
 
@@ -66,10 +65,7 @@ def form_of(texts: Sequence[str], *, named: bool) -> TimeForm | None:
 
 
 def columns_of_time(texts: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns the columns that hold year, month, day and further parts of a time in every row, or none.
-
-    `texts` are the values of all rows by column, empty where missing.
-    """
+    """Returns the columns with year, month, day and further parts of a time in every row; none if some row has none."""
     for name in texts:
         found = re.fullmatch(r"(.*?)year", name, re.IGNORECASE)
         parts = list[str]()

@@ -1,7 +1,6 @@
 """Engines that process partitions of raw files: threads of this process, or a Dask cluster.
 
-Both run the same functions on the same partitions and yield results in the same order, so the data set does not depend
-on the engine.
+Both run the same functions on the same partitions in the same order, so the data set does not depend on the engine.
 """
 
 import pickle
@@ -54,8 +53,7 @@ SHARED_FILE = "shared.pickle"
 def dask_engine(scheduler: str, folder: Path) -> Generator["DaskEngine", None, None]:
     """Connects to the cluster of a scheduler, such as tcp://host:8786; all workers must be able to access `folder`.
 
-    Raises ValueError if Dask is not installed or the cluster has no worker, and OSError if the scheduler does not
-    answer.
+    Raises ValueError if Dask is not installed or there is no worker, and OSError if the scheduler does not answer.
     """
     try:
         from distributed import Client
@@ -68,10 +66,7 @@ def dask_engine(scheduler: str, folder: Path) -> Generator["DaskEngine", None, N
 
 
 class DaskEngine:
-    """Submits each file or partition as a task; partitions that begin in one compressed file are one task.
-
-    Such a file is read from its beginning.
-    """
+    """Submits a task for each file or partition; those of one compressed file, which is read in order, are one task."""
 
     def __init__(self, client: "Client", folder: Path) -> None:
         self._client, self._folder = client, folder

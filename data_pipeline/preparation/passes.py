@@ -173,7 +173,6 @@ def measure(settings: FitSettings, number: int, blocks: Sequence[Block]) -> Part
 
 
 def _counted(sparse: Sequence[SparseField]) -> list[str]:
-    """Returns the names of the vocabularies of fields, in order."""
     return list(dict.fromkeys(ids.vocabulary for ids in sparse if ids.encoding == "vocabulary"))
 
 

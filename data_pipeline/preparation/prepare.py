@@ -54,11 +54,10 @@ def prepare(
 
     Args:
         layout: "criteo", "avazu" or "tabular".
-        inputs: files, patterns and folders (`find_inputs`), in order, which may be URIs: text or JSON lines, plain or
-            compressed; Parquet; Arrow IPC.
+        inputs: files, patterns and folders (`find_inputs`), in order, or URIs: text or JSON lines, compressed or not;
+            Parquet; Arrow.
         output: a new or empty folder, or its URI in an object store, created when everything is done.
-        config: settings; with `like`, only on_bad_row (by default the earlier one), max_bad_rows and shard_rows have an
-            effect.
+        config: settings; with `like`, only on_bad_row (by default the earlier one), max_bad_rows and shard_rows count.
         schema_file: TOML file that describes the columns; for "tabular", and not with `like`.
         like: a folder with schema.json and vocabulary/ of an earlier data set, whose vocabularies and dense transforms
             are applied. All samples go to the split "test". Missing and wrong labels become NaN; without any label,
@@ -66,7 +65,6 @@ def prepare(
         validation, test: files of these splits, in place of the settings of splits; `inputs` are then the training
             samples. Validation needs test. Not with `like`.
         keep: raw columns that predictions show, in addition to those of the schema file.
-        overwrite: replace an existing data set.
         progress: called with the number of raw bytes just processed; `work_bytes` returns their sum.
         scheduler: address of a Dask cluster that does the work, with equal bytes as the result. Its machines must be
             able to access inputs and output under the same absolute paths.
@@ -296,9 +294,9 @@ def _settings(config: PrepareConfig, layout: Layout, split: SplitRule) -> dict[s
 def output_folder(output: Place, *, overwrite: bool, shared: bool) -> Iterator[Path]:
     """Creates a local folder that becomes `output` at the end of the block, or is removed on an exception.
 
-    For an object store it is a temporary folder (in $TMPDIR), which is uploaded with `schema.json` last, so that an
-    interrupted upload leaves no data set. Other machines write to a `shared` folder, which must be local. Raises as
-    `new_folder` does.
+    For an object store it is a temporary folder (in $TMPDIR), uploaded with `schema.json` last, so that an interrupted
+    upload leaves no data set. Other machines write to a `shared` folder, which must be local. Raises as `new_folder`
+    does.
     """
     if not is_remote(output):
         with new_folder(local_path(output), overwrite=overwrite) as folder:

@@ -1,7 +1,4 @@
-"""Splits: which samples are for training, validation and testing, by number, order or time.
-
-R samples.
-"""
+"""Splits: which samples are for training, validation and testing, by number, order or time. R samples."""
 
 import logging
 from dataclasses import dataclass, field
@@ -113,7 +110,6 @@ def _newest(times: ValueCounts, share: float, end: int) -> int:
 
 
 def iso(seconds: int) -> str:
-    """Returns a time as ISO 8601 text in UTC."""
     return datetime.fromtimestamp(min(seconds, LATEST), UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -124,7 +120,6 @@ class TimeOrder:
     Attributes:
         newest: Unix seconds of the newest training sample; before all times if there is none.
         oldest: Unix seconds of the oldest other sample; after all times if there is none.
-        others: times of the samples for validation and testing.
     """
 
     newest: int = -NEVER

@@ -55,14 +55,9 @@ WEIGHTS_ARE_BOUNDED = f"weights must be at most {MAX_WEIGHT:,.0f}, since one sam
 class SampleColumns:
     """Reads the columns of a table and records the first problem of each sample.
 
-    Args:
-        table: typed columns; null is a missing value.
-        null_items: whether a null id that has a weight is "missing" or "wrong".
-        decimal, for_prediction: see `Layout`.
-
-    Attributes:
-        problems: column and what is wrong, by row.
-        doubts: numbers of suspicious ids (see `as_id_text`) and labels, by column and doubt.
+    In the table null is a missing value; a null id with a weight is what `null_items` says, "missing" or "wrong".
+    `problems` has the column and what is wrong, by row, and `doubts` the numbers of suspicious ids (see `as_id_text`)
+    and labels, by column and doubt. For `decimal` and `for_prediction` see `Layout`.
     """
 
     def __init__(
@@ -169,9 +164,9 @@ class SampleColumns:
         return values
 
     def weights(self, name: str, labels: Sequence[RawLabel]) -> np.ndarray:
-        """Returns sample weights, float32 [R]; a missing, negative or very large weight is a problem.
+        """Returns sample weights, float32 [R]: 1 if `name` is empty, times the totals of labels of counts.
 
-        `name` is empty if there is no column of weights. Labels of counts multiply the weights by their totals.
+        A missing, negative or very large weight is a problem.
         """
         weights = np.ones(self.rows)
         factors = [(label.of, self._totals(label)) for label in labels if label.of]
@@ -303,7 +298,6 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _quoted(value: pa.Scalar) -> str:
-    """Returns a value as Python shows it, shortened."""
     try:
         text = repr(value.as_py())
     except (ValueError, OverflowError):  # text that is not UTF-8, a time after the year 9999
@@ -410,10 +404,8 @@ def id_values(values: Sequence[Any], kind: ValueType) -> list[str]:
 
 
 def _is_fraction(value: Any) -> bool:
-    """Returns whether a value is a finite float that is no int64."""
     return isinstance(value, float) and isfinite(value) and not (value.is_integer() and abs(value) < _INT64)
 
 
 def _fractions(values: list[float]) -> dict[float, str]:
-    """Returns the text of floats as Arrow writes it."""
     return dict(zip(values, pa.array(values).cast(pa.string()).to_pylist(), strict=True))

@@ -1,7 +1,4 @@
-"""Delimited text as columns of strings: pyarrow.csv reads it, after lines that pyarrow cannot set aside are removed.
-
-R samples of a block.
-"""
+"""Delimited text as columns of strings: pyarrow.csv reads it, after lines that pyarrow cannot set aside are removed."""
 
 from dataclasses import dataclass
 
@@ -107,9 +104,8 @@ def filter_lines(block: Block, quote: str, encoding: str = "") -> tuple[bytes, n
     With a `quote`, lines of unbalanced quotes are removed too. Nearly always they are half of a record with a newline
     inside quotes, which is not supported: files are split at newlines, which keeps line numbers exact.
 
-    Returns:
-        The text of the remaining lines, their numbers in the file, int64, an upper bound of the bytes of a line, and
-        what is wrong with the removed lines by number.
+    Returns the text of the remaining lines, their numbers in the file, int64, an upper bound of the bytes of a line,
+    and what is wrong with the removed lines by number.
     """
     assert isinstance(block.data, bytes)
     text = np.frombuffer(block.data, np.uint8)

@@ -1,7 +1,4 @@
-"""Raw files: finding those that a user names, on this machine or in an object store, and their division into segments.
-
-A file is named by its path or its URI.
-"""
+"""Raw files by path or URI: finding those that a user names, and their division into segments."""
 
 import fnmatch
 import glob
@@ -28,14 +25,11 @@ HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 def find_inputs(inputs: Sequence[str]) -> list[str]:
     """Returns the files of all inputs, in their order.
 
-    An input is a file; a folder, which stands for all files in it and in its folders, in the order of their paths; or a
-    pattern with `*`, `?`, `[...]` or `**`, which stands for the files and folders that match, in the same order. Names
-    that start with `.` or `_` are left out, unless a part of the pattern starts so too. All inputs may be URIs of an
-    object store (s3://bucket/folder), in which `?` starts options.
-
-    Raises:
-        ValueError: a file does not exist, is empty, no regular file (a pipe cannot be read again) or given twice; a
-            pattern matches nothing, or a folder has no file.
+    An input is a file; a folder, which stands for all files in it and in its folders, ordered by path; or a pattern
+    with `*`, `?`, `[...]` or `**`, which stands for the files and folders that match. Names that start with `.` or `_`
+    are left out, unless a part of the pattern starts so too. Inputs may be URIs of an object store
+    (s3://bucket/folder), in which `?` starts options. Raises ValueError if a file does not exist, is empty, no regular
+    file (a pipe cannot be read again) or given twice, or if a pattern or folder has no file.
     """
     return find_groups([inputs])[0]
 
@@ -84,7 +78,7 @@ class Source:
 
     Attributes:
         format: recognized by the content; "json" is text with an object a line.
-        stamp: size and modification time of the file at the survey.
+        stamp: of the file at the survey.
         first_line: of text: the first line, without its ending.
         columns: of Parquet and Arrow: those that are read, at first all; of JSON: those of the file's beginning.
         partition: values of columns that the path gives, see `partition_of`.
@@ -145,7 +139,7 @@ class Block:
 
 @dataclass(frozen=True)
 class RawFile:
-    """The result of a survey: the file's samples and segments."""
+    """The result of a survey."""
 
     source: Source
     samples: int
@@ -161,7 +155,6 @@ class Partition:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes on disk of all segments."""
         return sum(segment.file_bytes for segment in self.segments)
 
     @property
@@ -171,7 +164,6 @@ class Partition:
 
 
 Survey = Callable[[Source, Report], RawFile]
-"""Surveys a file, see `reading.survey`."""
 
 
 def partitions(files: Sequence[RawFile], partition_samples: int) -> list[Partition]:
@@ -288,7 +280,6 @@ def _find_local(text: str) -> list[str]:
 
 
 def _is_hidden(name: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Returns whether a part of a path starts with a character of `HIDDEN`, as no part of the pattern does."""
     hidden = tuple(start for start in HIDDEN if not any(part.startswith(start) for part in pattern))
     return any(part.startswith(hidden) for part in name)
 

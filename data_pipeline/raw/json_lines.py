@@ -147,9 +147,8 @@ def canonical_table(
 ) -> tuple[pa.Table, np.ndarray, dict[int, str]]:
     """Converts samples one by one.
 
-    Returns:
-        The columns that at least one good sample has; the index of each row among the samples, int64 [R]; and what is
-        wrong with the others, by index.
+    Returns the columns that at least one good sample has; the index of each row among the samples, int64 [R]; and what
+    is wrong with the others, by index.
     """
     good, wrong, present = dict[int, dict[str, Any]](), dict[int, str](), set[str]()
     for index, sample in enumerate(samples):
@@ -181,7 +180,6 @@ def value_of(sample: Mapping[str, Any], column: str, default: Any = None) -> Any
 
 
 def given_columns(sample: Mapping[str, Any], columns: Collection[str]) -> set[str]:
-    """Returns the columns that a sample has, whatever their values."""
     return {name for name in columns if name in sample or value_of(sample, name, ABSENT) is not ABSENT}
 
 
@@ -209,7 +207,6 @@ def to_array(values: Sequence[Any], kind: RawType) -> pa.Array:
 
 
 def require_columns(wanted: Iterable[str], present: Iterable[str]) -> None:
-    """Raises ValueError if columns are missing."""
     if missing := sorted(set(wanted) - set(present)):
         names = ", ".join(map(repr, missing))
         raise UserError(f"no sample has the column {names}; give null for a missing value")

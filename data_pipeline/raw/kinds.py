@@ -23,7 +23,6 @@ class Kind(NamedTuple):
     """One kind of values.
 
     Attributes:
-        canonical: Arrow type of canonical values.
         rule: what a value must be; {0} is the form of text.
         value: converts a single value that is not None, or raises WrongValue.
         in_json: Arrow type that a value of JSON is read as, unless it is text, null or [].
@@ -120,7 +119,6 @@ class RawType:
 
     @property
     def rule(self) -> str:
-        """What a value must be."""
         of_text = "in brackets" if self.values.brackets else f"by {self.values.separator!r}"
         if self.kind == "weighted" and not self.values.brackets:
             of_text = f"id{self.values.weight_separator}weight, {of_text}"
@@ -177,8 +175,7 @@ def read_fields(
     """Returns the numbers, ids and weights of fields, by name, as `Parsed` has them.
 
     Args:
-        columns: the table's columns, where problems are recorded.
-        fields: all fields of the layout.
+        columns: those of the table; they record the problems.
         tables: numbers of embedding rows of the fields whose ids are row numbers already; their ids become int32.
         time: times of the samples [R], which ages need; NaN where unknown.
     """

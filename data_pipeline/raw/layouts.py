@@ -1,7 +1,4 @@
-"""Layouts of raw files: their columns in order, the labels and fields that the columns hold.
-
-R samples.
-"""
+"""Layouts of raw files: their columns in order, the labels and fields that the columns hold. R samples."""
 
 import codecs
 import csv
@@ -90,12 +87,10 @@ class RawLabel:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The raw column, or the columns of the count and of its total."""
         return (self.column, self.of) if self.of else (self.column,)
 
     @property
     def rule(self) -> str:
-        """What a value must be."""
         if self.of:
             return f"a count must be a number from 0 to its total in column {self.of!r}"
         if self.kind:
@@ -137,7 +132,6 @@ class FieldKind(NamedTuple):
     """What the kind of a field implies.
 
     Attributes:
-        values: kind of the values of the column.
         keys: keys that the kind takes; all kinds take the keys that no kind lists.
         sparse: kind of the sparse field of the ids, or of the buckets of numbers.
         poolings, transforms: values of these keys, the default first, which for "" is that of `[prepare]`.
@@ -286,9 +280,7 @@ class Layout:
         name: "criteo", "avazu" or "tabular".
         delimiter: one ASCII character; or several, or any other, where quotes have no meaning.
         quote: one character, or empty if quotes have no meaning.
-        header: True if the first line names the columns.
         columns: all columns of text in order; empty if they are read from the header.
-        labels: the labels, one for each task.
         fields: the features; other columns are ignored.
         time: the sample's time, whose columns may be fields as well; None if there is none.
         weight: column of the sample's weight, a number of at least 0; empty if all samples count alike.
@@ -414,9 +406,8 @@ class Layout:
     def columns_in(self, source: Source) -> tuple[str, ...]:
         """Returns the columns in a file, in their order; for text without a header, those that the layout names.
 
-        If columns are `absent`, such text may lack all labels, as Criteo's test file does, and the weight too.
-
-        Raises ValueError if the first line is not UTF-8 or no CSV.
+        If columns are `absent`, such text may lack all labels, as Criteo's test file does, and the weight too. Raises
+        ValueError if the first line is not UTF-8 or no CSV.
         """
         if source.format != "text":
             return source.columns
@@ -522,6 +513,5 @@ TO_UTF_8 = "convert the file to UTF-8 first, as by iconv -f UTF-16 -t UTF-8"
 
 
 def encoding_problem(encoding: str, byte: int) -> str:
-    """Returns the message for a byte that text of an encoding does not have."""
     problem = f"not {encoding or 'UTF-8'} (byte 0x{byte:02x}); convert the file to UTF-8 first"
     return problem + ', or name its encoding in the schema file, such as encoding = "latin-1"' * (not encoding)

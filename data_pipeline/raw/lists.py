@@ -1,7 +1,4 @@
-"""Lists: multi-valued fields, sequences and weighted ids, from columns and from single values, by the same rules.
-
-R samples.
-"""
+"""Lists of R samples: multi-valued fields, sequences, weighted ids; columns and single values have the same rules."""
 
 import json
 import re
@@ -45,7 +42,6 @@ from .values import (
 BLANKS = " \t"
 """Characters that are removed from the ends of items of text."""
 PAIR = pa.struct([("id", pa.string()), ("weight", pa.float64())])
-"""An item of a weighted list."""
 
 
 class ListColumns:
@@ -59,8 +55,8 @@ class ListColumns:
     def read(self, field: RawField, along: Iterable[RawField] = ()) -> tuple[pa.Array, np.ndarray | None]:
         """Returns lists of strings [R] and, if weighted, the weights of all strings, float32.
 
-        A missing or empty list becomes one missing value of weight 1, as empty text in a raw file does. A sequence
-        keeps its last ids, and a missing sequence is empty; `along` are the sequences along it.
+        A missing or empty list becomes one missing value of weight 1. A sequence keeps its last ids, and a missing
+        sequence is empty; `along` are the sequences along it.
         """
         found = self._items_of(field)
         if field.kind != "sequence":
@@ -186,10 +182,7 @@ def _ages(times: pa.Array, since: np.ndarray, field: RawField) -> tuple[pa.Array
 
 
 def split_pairs(text: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Splits `id:weight` pairs into ids and float64 weights; also returns bool, True where a pair is invalid.
-
-    An empty string is the empty id with weight 1.
-    """
+    """Splits `id:weight` pairs into ids, float64 weights (1 for empty text) and bool, True where a pair is invalid."""
     has_weight = pc.or_(pc.match_substring(text, separator), pc.equal(text, ""))
     pairs = pc.if_else(pc.and_(has_weight, pc.not_equal(text, "")), text, separator + "1")
     halves = pc.split_pattern(pairs, separator, max_splits=1, reverse=True).flatten()
@@ -221,7 +214,6 @@ class _Items:
 
     Attributes:
         offsets: int64 [R + 1].
-        raw: the given items.
         ids: strings, empty where an item is null, empty or a marker of missing values.
         weights: float32, if weighted.
     """
@@ -312,8 +304,8 @@ def last_values(
 ) -> list[list[str]]:
     """Returns at most `most` last ids of canonical values of a sequence, as `ListColumns.read` does for columns.
 
-    `main` are the values of the sequence that it goes along with, or its own values, and `along` those of all sequences
-    along that one. Raises ValueError if a value has another number of ids than its main one.
+    `main` are the values of the sequence that it goes along with, or its own, and `along` those of all sequences along
+    that one. Raises ValueError if a value has another number of ids than its main one.
     """
     steps = _steps(main, along)
     for value, count in zip(values, steps, strict=True):
@@ -386,7 +378,6 @@ def weights_of(text: str) -> dict[str, float]:
 
 
 def _json(text: str) -> Any:
-    """Returns the value of JSON; None for other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

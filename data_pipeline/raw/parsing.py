@@ -1,7 +1,4 @@
-"""Parsing: the columns of a block of samples, checked, and the bad rows, which are counted or end the work.
-
-R valid samples of a block.
-"""
+"""Parsing: the columns of a block of samples, checked, and the bad rows, which are counted or end the work."""
 
 import dataclasses
 import json
@@ -57,14 +54,9 @@ class BadRow:
 
 
 class BadRowLedger:
-    """Counts bad rows and raises an error at the first one, or at the first above a limit.
+    """Counts bad rows; raises an error at the first one, or under "skip" at the first above `max_bad_rows` in all.
 
-    Args:
-        on_bad_row: "error" raises at the first bad row, "skip" leaves bad rows out.
-        max_bad_rows: largest number of skipped rows over all files.
-
-    Attributes:
-        by_path, by_reason: skipped rows by file, and by what is wrong.
+    `by_path` and `by_reason` are the numbers of skipped rows by file, and by what is wrong.
     """
 
     def __init__(self, on_bad_row: Literal["error", "skip"], max_bad_rows: int) -> None:
@@ -96,7 +88,7 @@ def counts_text(by_reason: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Parsed:
-    """The valid samples of a block.
+    """The R valid samples of a block.
 
     Attributes:
         sample_numbers: numbers over all raw files, int64 [R].
@@ -105,7 +97,6 @@ class Parsed:
         numbers: by numeric field, float64 [R], NaN where missing.
         ids: by field, strings [R] (categorical) or lists of strings [R] (list kinds); an empty string is missing.
         weights: by weighted field, float32 of all its values.
-        bad: the invalid samples, in their order.
         sample_weights: float32 [R]; None if samples have none.
         kept: by raw column, strings [R].
         doubts: what may be suspicious, see `SampleColumns`, by column and doubt.

@@ -79,14 +79,10 @@ def survey(
 ) -> RawFile:
     """Finds the segments of a file; reads all text of a text file.
 
-    Args:
-        report: called with the number of bytes on disk just processed.
-        header: True if the first line of text is a header.
-        segment_samples: largest number of samples of a segment; one ends at every multiple of it.
-        block_bytes: largest size of a line, and approximate largest size of a segment.
+    A segment ends at every multiple of `segment_samples`. `block_bytes` is the largest size of a line, and
+    approximately of a segment.
 
-    Raises:
-        ValueError: a truncated or damaged file, a line longer than a block, or text without samples.
+    Raises ValueError: a truncated or damaged file, a line longer than a block, or text without samples.
     """
     if source.is_lines:
         header = header and source.format == "text"
@@ -125,7 +121,6 @@ MOST_ROWS = 1 << 16
 
 
 def _survey_columns(source: Source, report: Report, *, segment_samples: int, block_bytes: int) -> RawFile:
-    """Divides the rows of a file into segments; see `survey`."""
     with naming_file(source.path), closing(open_groups(source.path, source.format)) as opened:
         starts, size = _group_starts(opened), row_bytes(opened, source.columns)
     if stamp(source.path) != source.stamp:

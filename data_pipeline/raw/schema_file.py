@@ -109,7 +109,6 @@ def _labels_of(content: Mapping[str, Any]) -> tuple[RawLabel, ...]:
 
 
 def _with_texts(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keys whose lists hold text, as values in files are."""
     return {key: tuple(map(str, value)) if isinstance(value, (list, tuple)) else value for key, value in keys.items()}
 
 

@@ -1,7 +1,4 @@
-"""Tables of Parquet and Arrow files: fields of structs as columns, and the validity of values.
-
-Arrow does not check values as it reads them.
-"""
+"""Tables of Parquet and Arrow files: structs as columns, and the validity of values, which Arrow does not check."""
 
 from collections.abc import Collection, Iterator
 from itertools import pairwise

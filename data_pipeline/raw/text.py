@@ -74,7 +74,6 @@ def survey_text(source: Source, report: Report, *, header: bool, segment_samples
 
 
 def _add_file_bytes(segments: list[Segment], file_bytes: int, report: Report) -> int:
-    """Adds bytes on disk to the last segment and reports them."""
     segments[-1] = replace(segments[-1], file_bytes=segments[-1].file_bytes + file_bytes)
     report(file_bytes)
     return file_bytes
@@ -110,12 +109,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class RawText:
     """Reader of a file's text, decompressed if needed; must be closed.
 
-    Raises ValueError if the file has changed since the survey that found `source`.
-
-    Attributes:
-        stamp: the file's size and modification time.
-        plain: True if the file is not compressed.
-        offset: bytes of text read or skipped so far.
+    Raises ValueError if the file has changed since the survey that found `source`. `plain` is True if the file is not
+    compressed, and `offset` has the bytes of text read or skipped so far.
     """
 
     def __init__(self, path: str, source: Source | None = None) -> None:

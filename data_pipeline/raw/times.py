@@ -1,7 +1,4 @@
-"""Times of raw columns as Unix seconds: numbers of a unit, ISO 8601, texts of a format, or parts in several columns.
-
-R values.
-"""
+"""Times of R raw values as Unix seconds: numbers, ISO 8601, texts of a format, or parts in several columns."""
 
 import re
 from collections.abc import Sequence
@@ -93,7 +90,6 @@ class RawTime:
 
     @property
     def rule(self) -> str:
-        """What a time must be."""
         if self.unit:
             return f"a time must be a number of Unix {UNIT_NAMES[self.unit]}"
         if self.format:

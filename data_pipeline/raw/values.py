@@ -89,10 +89,7 @@ FRACTIONS, ROUNDED = "fractions", "rounded"
 
 
 def plain_array(values: pa.Array) -> pa.Array:
-    """Returns the values without dictionaries, extensions and run ends.
-
-    Lists of fixed size and maps become `list`, and bytes become text if they are UTF-8.
-    """
+    """Returns values without dictionaries, extensions, run ends, fixed-size lists and maps; UTF-8 bytes become text."""
     kind = values.type
     if isinstance(values, pa.ExtensionArray):
         return plain_array(values.storage)
@@ -149,9 +146,8 @@ def as_id_text(values: pa.Array) -> tuple[pa.Array, np.ndarray, Counter[str]] | 
     A whole number has its decimal digits, whether it is an integer, a float or a decimal. Truth values are "true" and
     "false", dates "2024-01-31", times "2024-01-31 07:00:00" in UTC.
 
-    Returns:
-        Strings [R], null where missing; bool [R], True where a value cannot be an id; and the numbers of ids that are
-        `FRACTIONS`, or that were `ROUNDED` since they are so large. None if the type holds no ids.
+    Returns strings [R], null where missing; bool [R], True where a value cannot be an id; and the numbers of ids that
+    are `FRACTIONS`, or that were `ROUNDED` since they are so large. None if the type holds no ids.
     """
     kind = values.type
     if pa.types.is_floating(kind):

@@ -24,7 +24,6 @@ class Window:
     Attributes:
         start: position of its first sample in the epoch.
         shards: shard numbers, in the order in which their samples are concatenated.
-        samples: number of samples.
         key: (seed, epoch, number of the window), the seed of the permutations; None if samples keep their order.
     """
 
@@ -88,10 +87,8 @@ class GlobalBatches:
     """Consecutive global batches that cover an epoch.
 
     Args:
-        samples: number of samples of the epoch.
         batch_size: size of the batches after the first ones.
         first: sizes of the first batches, at most `samples` in all.
-        drop_last: leave out the last batch if it is short.
         shares: for each batch, its share of the samples of its step; 1 by default.
     """
 

@@ -60,15 +60,11 @@ class Reader:
             their `share`; at most as many as it has samples. Steps count global batches.
         rank, world_size: rank r takes samples [r * G // W, (r + 1) * G // W) of each global batch.
         shuffle: use a new order every epoch, across shards and within windows; otherwise the stored order.
-        seed: seed of the shuffle.
-        drop_last: drop the last global batch if it is short.
-        device: device of the batches.
         resident: store the samples on `device` and gather batches there.
         window_rows: samples in memory, and shuffled together, while streaming; up to three windows exist at a time.
         true_logits: also read the logits of the true click probabilities, if the data set has them.
 
-    Raises:
-        ValueError: an invalid argument, a folder that is no data set, or a `resident` split that does not fit.
+    Raises ValueError: an invalid argument, a folder that is no data set, or a `resident` split that does not fit.
     """
 
     def __init__(

@@ -10,11 +10,10 @@ each attempt is counted (`reconnects`).
 
 Kafka: messages that are JSON objects. All partitions are assigned with explicit offsets from the stream's own position:
 nothing is committed, and no consumer group is joined, so that consumers which come and go rebalance nothing here.
-Partitions that are added to the topic are noticed and read from their beginning. A chunk names the partitions that
-have not been read to their end, so that a backlog of ordered partitions is trained on in order. The topic's
-retention must exceed the time between two snapshots, since a journal may refer to messages. Messages that Kafka deleted
-before they were read are logged and counted by their offsets. Offsets without a message, as transactions and compaction
-leave them, are skipped.
+Partitions that are added to the topic are noticed and read from their beginning. A chunk names the partitions that have
+not been read to their end, so that a backlog of ordered partitions is trained on in order. The topic's retention must
+exceed the time between two snapshots, since a journal may refer to messages. Messages that Kafka deleted before they
+were read are logged and counted by their offsets. Offsets without a message are skipped.
 """
 
 import logging
@@ -55,10 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisSource:
-    """The stream at a key of the server at a URL; a position is the id of the last entry read.
-
-    Raises ValueError as `open_redis`.
-    """
+    """The stream at a key of the server at a URL (see `open_redis`); a position is the id of the last entry read."""
 
     def __init__(self, url: str, stream: str) -> None:
         self._client = open_redis(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
@@ -200,9 +196,8 @@ class KafkaSource:
         brokers: host:port, several joined by commas.
         settings: librdkafka settings that override the defaults below.
 
-    Raises:
-        ValueError: confluent-kafka is not installed, a setting is invalid, or the topic does not exist.
-        OSError: no broker answers.
+    Raises ValueError: confluent-kafka is not installed, a setting is invalid, or there is no such topic; OSError: no
+    answer.
     """
 
     def __init__(self, brokers: str, topic: str, settings: Mapping[str, str] | None = None) -> None:

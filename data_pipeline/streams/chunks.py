@@ -1,6 +1,4 @@
-"""Encoding of chunks: a malformed sample is left out, counted and logged, and loses no other; missing values by field.
-
-R samples of a chunk."""
+"""Encoding of chunks of R samples: a malformed one is left out, counted and logged; missing values by field."""
 
 import dataclasses
 import logging
@@ -37,13 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkEncoder:
-    """Encodes the chunks of a stream.
+    """Encodes the chunks of a stream; `ahead_seconds` as in `SampleStream`.
 
-    Args:
-        ahead_seconds: a sample whose time is more than this ahead of the clock is malformed; 0: no limit.
-
-    Attributes:
-        missing: samples without a value by field, see :class:`MissingValues`, since this was made.
+    `missing` has the samples without a value by field, see :class:`MissingValues`, since this was made.
     """
 
     def __init__(self, codec: SampleCodec, ahead_seconds: int) -> None:
@@ -69,7 +63,6 @@ class ChunkEncoder:
         return encoded
 
     def count_missing(self, encoded: Encoded) -> None:
-        """Adds the samples without a value to `missing`."""
         self.missing.update(self._missing.count(encoded.table))
 
     def _encode_parts(self, samples: Sequence[bytes] | pa.Table) -> Encoded:
@@ -105,12 +98,10 @@ class ChunkEncoder:
         return self._codec.encode(given)
 
     def _malformed(self, count: int, error: Exception) -> Encoded:
-        """Returns so many samples, all malformed."""
         bad = tuple(BadSample(index, str(error)) for index in range(count))
         return dataclasses.replace(self.no_samples(), bad=bad)
 
     def no_samples(self) -> Encoded:
-        """Returns the columns of encoded samples, without any."""
         return self._codec.encode(self._codec.from_objects([]))
 
 
@@ -157,7 +148,6 @@ def _joined(parts: Sequence[Encoded], starts: Sequence[int]) -> Encoded:
 
 
 def _shown(start: Any) -> str:
-    """A place in a source, in words."""
     return ", ".join(f"{key} {value}" for key, value in start.items()) if isinstance(start, dict) else str(start)
 
 

@@ -58,8 +58,7 @@ class DirectorySource:
         order: "time" of modification, or "name".
         grace: seconds since a file was last written to, in which it does not count as damaged.
 
-    Raises:
-        OSError: the folder does not exist.
+    Raises OSError: the folder does not exist.
     """
 
     def __init__(
@@ -228,10 +227,7 @@ class DirectorySource:
 
 
 class DirectorySink:
-    """Parquet files named in the order of the samples, each renamed into the folder when complete.
-
-    Numbers continue after those of files already in the folder.
-    """
+    """Parquet files, each renamed into the folder when complete; numbers continue after those of the files in it."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -41,11 +41,7 @@ class MalformedPolicy:
 
 
 class MalformedSamples:
-    """Judges and keeps the malformed samples of a stream by a policy.
-
-    Attributes:
-        waits: whether the stream waits, as too many of the next samples are malformed.
-    """
+    """Judges and keeps the malformed samples of a stream by a policy; it `waits` if too many of the next are so."""
 
     def __init__(self, policy: MalformedPolicy) -> None:
         self._policy, self.waits = policy, False

@@ -27,9 +27,8 @@ def open_source(
             kafka://broker[,broker]/topic, with further librdkafka settings after a "?".
         damaged, order, grace: of a folder, see `DirectorySource`.
 
-    Raises:
-        ValueError: the address is of another kind or incomplete, or a package is not installed.
-        OSError: the source does not exist or does not answer.
+    Raises ValueError: the address is of another kind or incomplete, or a package is not installed; OSError: the source
+    does not exist or does not answer.
     """
     parts, shown = split_url(address), without_credentials(address)
     options = dict(parse_qsl(parts.query.replace("+", "%2B")))  # which is a space in forms of web pages only

@@ -40,18 +40,17 @@ class Position:
     Attributes:
         partitions: position in each partition of the source.
         entry: number of the next entry of the journal.
-        present: Unix seconds; see `reorder.follow`. None before the first sample, and while a partition that has
-            more samples has given none.
+        present: Unix seconds; see `reorder.follow`. None before the first sample, and while a partition that has more
+            samples has given none.
         newest: the newest time of each partition, Unix seconds; None for one that has given no sample with a time.
         due: number of waiting samples, oldest first, to return regardless of the watermark.
-        ended: no more samples will come.
         waiting: samples not yet returned in a batch.
         recent: ids of the latest samples; see `RecentIds`.
         counters: totals since the start of the stream. samples: received; of these malformed, duplicates and late
-            (dropped or trained on, by the stream's `late`); lost: deleted before they were read (1 if the source
-            cannot count them); bounded: numbers beyond their bound (`encoding.numbers.bound`); forced: returned
-            before the watermark because too many samples waited; flushes: waits longer than `max_wait_seconds`;
-            handed_out: returned in batches; batches.
+            (dropped or trained on, by the stream's `late`); lost: deleted before they were read (1 if the source cannot
+            count them); bounded: numbers beyond their bound (`encoding.numbers.bound`); forced: returned before the
+            watermark because too many samples waited; flushes: waits longer than `max_wait_seconds`; handed_out:
+            returned in batches; batches.
     """
 
     partitions: Mapping[str, Any] = field(default_factory=dict)
@@ -136,8 +135,7 @@ class Journal:
         path: the file; created if missing. An incomplete last line is dropped, since it had no effect yet.
         first: number of the first entry to replay.
 
-    Raises:
-        ValueError: the file is damaged before its last line, or the entries from `first` on are missing.
+    Raises ValueError: the file is damaged before its last line, or the entries from `first` on are missing.
     """
 
     def __init__(self, path: Path, first: int) -> None:

@@ -1,7 +1,4 @@
-"""Order of samples by time: the stream's present, the waiting samples, and repeated sample ids.
-
-P waiting samples, R arriving samples.
-"""
+"""Order of samples by time: the present, P waiting and R arriving samples, and repeated sample ids."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -25,8 +25,7 @@ class Chunk:
         partition: partition of the source; positions of different partitions are unrelated.
         start, end: positions of the first sample and after the last one.
         samples: JSON objects, one each, or a table of raw columns.
-        lost: samples between the previous chunk and this one that the source deleted before they were read; -1 if the
-            source cannot tell how many.
+        lost: samples before this chunk that the source deleted before they were read; -1 if it cannot tell how many.
         behind: partitions that have more samples to read, for which the stream's present waits; perhaps this one too.
         forgotten: partitions that are never read again, whose positions need not be kept.
     """
@@ -54,28 +53,19 @@ def count_within(samples: Sequence[bytes]) -> int:
 
 
 class SampleSource(Protocol):
-    """Endless samples, or samples until `ended`.
-
-    Attributes:
-        ended: no more samples will come.
-        counters: counts of events other than chunks, by name.
-    """
+    """Endless samples, or samples until `ended`; `counters` counts other events than chunks by name."""
 
     ended: bool
     counters: dict[str, int]
 
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
-        """Returns the next chunk, of at most CHUNK_BYTES or a single sample, as soon as there is one; None after
-        `timeout` seconds without one, or at the end."""
+        """Returns the next chunk, of at most CHUNK_BYTES or one sample; None after `timeout` seconds, or at the end."""
         ...
 
     def read(self, partition: str, start: SourcePosition, end: SourcePosition) -> Chunk:
-        """Reads an earlier chunk again. Call `seek` before the next `poll`.
+        """Reads an earlier chunk again, with those samples that are still there; call `seek` before the next `poll`.
 
-        The chunk has those samples that are still there.
-
-        Raises:
-            ValueError: the samples cannot be read.
+        Raises ValueError if the samples cannot be read.
         """
         ...
 

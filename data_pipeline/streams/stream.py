@@ -15,13 +15,10 @@ position and waits, or ends.
 Duplicates: a sample whose `sample_id` is one of the last `duplicates_window` distinct ones is dropped and counted.
 Samples without an id are never duplicates; ids of malformed samples are not remembered.
 
-Late samples, those older than the watermark when they arrive, are counted and, by `late`, dropped or returned with the
-next batch.
+Late samples, older than the watermark when they arrive, are counted and, by `late`, dropped or returned next.
 
-Exactly-once delivery. A `Position` holds all state that decides the next batch, except what depends on timing: which
-samples a poll returns, and whether a wait was too long. These events are in the journal, on disk before they take
-effect. From a position and the journal, the stream returns the same batches as without the crash, then continues with
-new samples. Without a journal no sample is lost or repeated either, but samples may be batched differently.
+Exactly-once delivery. From a position and the journal (see `position`), the stream returns the same batches as without
+the crash, then new samples. Without a journal no sample is lost or repeated either, but batches may differ.
 """
 
 import dataclasses
@@ -63,12 +60,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """Samples to train on.
-
-    Attributes:
-        table: the samples as `Encoded.table`.
-        end: position after the batch; `end.counters["batches"]` is the batch's number, from 1.
-    """
+    """Samples to train on, as `Encoded.table`, and the position after them; `end.counters["batches"]` counts from 1."""
 
     table: pa.Table
     schema: Schema
@@ -89,26 +81,21 @@ class SampleStream:
     """Batches of a source's samples; see the module's docstring. Only `trim` may be called from another thread.
 
     Args:
-        batch_size: samples per batch.
         fewest: samples of the shortest batch: fewer wait for others, also at the end, until the stream is resumed.
         lateness_seconds: how much older than the newest time seen a sample may be when it arrives.
         late: "drop" late samples, or "train" on them with the next batch.
         duplicates_window: number of distinct sample ids to remember; 0: none.
         max_wait_seconds: returns all waiting samples after this long without a new one; 0: never.
-        ahead_seconds: a sample whose time is more than this ahead of the clock is malformed, since it would make all
-            others late; 0: no limit.
+        ahead_seconds: a sample further ahead of the clock is malformed, as it would make all others late; 0: no limit.
         most_waiting: maximum number of waiting samples, in addition to those of one poll.
-        malformed: what becomes of malformed samples, and how many are too many; None: they are dropped and counted.
+        malformed: see `MalformedPolicy`; None: malformed samples are dropped and counted.
         journal: file that makes batches repeatable; None: no journal.
         position: position to resume from; None: the source's beginning.
-        lost: at samples of the journal that the source no longer has, "stop" with an error, or "continue" without them,
-            and count them.
+        lost: "stop" at samples of the journal that the source no longer has, or "continue" and count them.
 
-    Attributes:
-        position: position after the last batch returned.
+    `position` is that after the last batch returned.
 
-    Raises:
-        ValueError: an argument is invalid, or the journal and the position do not match.
+    Raises ValueError: an argument is invalid, or the journal and the position do not match.
     """
 
     def __init__(
@@ -187,9 +174,8 @@ class SampleStream:
 
         With a timeout of 0 it takes all samples that have arrived, until they make a batch.
 
-        Raises:
-            ValueError: the source cannot be read, or cannot repeat what the journal records.
-            OSError: the journal cannot be written.
+        Raises ValueError: the source cannot be read, or cannot repeat the journal; OSError: the journal cannot be
+        written.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -205,7 +191,6 @@ class SampleStream:
             self._journal.trim(oldest.entry)
 
     def close(self) -> None:
-        """Closes the journal and the source."""
         if self._journal is not None:
             self._journal.close()
         self._source.close()

@@ -1,9 +1,8 @@
 """Endless stream of ids with Criteo's fitted frequencies, for measurements without a data set.
 
 Row numbers are frequency ranks, as `prepare` assigns them. Fields and samples are independent. Every id is a hash of
-(seed, field, sample), so that any part of the stream can be drawn separately.
-
-F fields, S samples, C classes of equally frequent ids.
+(seed, field, sample), so that any part of the stream can be drawn separately. F fields, S samples, C classes of equally
+frequent ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,15 +24,10 @@ _CHUNK = 1 << 16
 
 
 class CriteoIds:
-    """Rows that Criteo-like samples look up.
+    """Rows that Criteo-like samples look up; `table_rows` are the numbers of rows of each field's table, int64 [F].
 
-    Args:
-        seed: seed of the stream.
-        max_rows: largest number of rows of a table, at least 2; Criteo's vocabulary sizes by default. Larger ids are
-            folded by modulo.
-
-    Attributes:
-        table_rows: rows of each field's table, int64 [F].
+    A table has at most `max_rows` rows, 2 or more, by default Criteo's vocabulary size; larger ids are folded by
+    modulo.
     """
 
     def __init__(self, seed: int = 0, max_rows: int | None = None) -> None:

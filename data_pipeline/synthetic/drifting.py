@@ -6,10 +6,8 @@ A share of a field's samples show one of a fixed set of core ids, by a power law
 ids, which appear at a constant rate and are numbered in that order: the age of the id shown is exponential with mean
 `lifetime_days`, truncated at `LIFETIMES` of them. Each component of an effect rotates between two approximately
 Gaussian numbers, a cos(s t) + b sin(s t), at the id's own speed s ~ N(0, 1 / drift_days): its variance is constant, and
-its autocorrelation after d days is exp(-d^2 / (2 drift_days^2)).
-
-Everything is a hash of (seed, sample or id, purpose), as in the planted model. F sparse fields, N dense fields, R
-samples, K interaction rank.
+its autocorrelation after d days is exp(-d^2 / (2 drift_days^2)). Everything is a hash of (seed, sample or id, purpose),
+as in the planted model. F sparse fields, N dense fields, R samples, K interaction rank.
 """
 
 import math
@@ -62,18 +60,15 @@ class DriftConfig:
         rows: samples over the first `days`; later ones follow at the same rate.
         days: time over which `rows` are spread.
         start: Unix seconds of the first sample; default 1 January 2024.
-        seed: seed of all effects and draws.
         core_ids: number of core ids of each sparse field, [F].
         new_ids_per_day: short-lived ids that appear in each sparse field per day, [F].
         new_id_share: share of samples that show a short-lived id, for fields with both kinds.
         lifetime_days: mean age of a short-lived id when shown.
         drift_days: correlation time of the effects, after which their autocorrelation is exp(-1/2).
-        num_dense: N.
         skew: exponent of the power law in the core.
         ctr: mean click probability over the first `days`.
         id_effect: standard deviation of an id's own effect on the logit.
         interaction_effect: standard deviation of the effect of one pair of ids.
-        interaction_rank: K.
         dense_effect: standard deviation of a dense feature's slope, which does not drift.
     """
 

@@ -5,9 +5,8 @@ Every item belongs to one of G groups. The true logit of a sample is
     b + a[item] + e * (sum over the history's items j of the item's group: 2^(-age_j / half_life) - its mean)
 
 where age 0 is the newest item's. Items are drawn from a power law; a user likes one group, of which every second item
-of the history is. Networks that average a history see the groups, but not their order.
-
-R samples, L items of the longest history.
+of the history is. Networks that average a history see the groups, but not their order. R samples, L items of the
+longest history.
 """
 
 import os
@@ -37,11 +36,7 @@ class HistoryConfig:
 
     Attributes:
         rows: training samples.
-        seed: of all effects and draws.
-        items: number of items.
-        groups: G.
         max_length: L; the lengths of histories are uniform from 0 to L.
-        ctr: mean click probability.
         item_effect: standard deviation of an item's own effect on the logit.
         history_effect: e.
         half_life: age, in items, at which an item of the history counts half.

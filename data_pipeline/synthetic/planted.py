@@ -2,11 +2,9 @@
 
     logit = b + sum_f a_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]> + sum_n c_n (x_n - E x_n)
 
-Ids follow a power law by rank, P(rank) ~ rank^-skew. The effects a, v and c are approximately Gaussian hashes of
-(seed, field, id), so vocabularies of any size need no memory. Every draw is a hash of (seed, sample, purpose), so a
-sample does not depend on the chunk in which it is generated.
-
-F sparse fields, N dense fields, R samples, K interaction rank.
+Ids follow a power law by rank, P(rank) ~ rank^-skew. The effects a, v and c are approximately Gaussian hashes of (seed,
+field, id), so vocabularies of any size need no memory. Every draw is a hash of (seed, sample, purpose), so a sample
+does not depend on the chunk in which it is generated. F sparse fields, N dense fields, R samples, K interaction rank.
 """
 
 import dataclasses
@@ -145,7 +143,6 @@ class DrawArrays(NamedTuple):
         return DrawArrays(np.empty((fields, rows), id_type), dense, np.empty(rows), np.empty(rows))
 
     def draw(self, intercept: float, times: np.ndarray | None = None) -> Draw:
-        """Adds the intercept and draws the labels."""
         logits = self.logits + intercept
         labels = (self.uniforms < probability(logits)).astype(np.float32)
         return Draw(self.ids, self.dense, logits, labels, times)
@@ -279,9 +276,7 @@ class SynthesizeConfig:
     Attributes:
         rows: training samples.
         test_rows: test samples, independent of `rows`. The exact AUC takes 20 bytes of memory each.
-        seed: seed of all effects and draws.
-        vocabulary_scale: share of Criteo's vocabulary sizes; 1 gives Criteo's 33.8 million ids. Fields are not scaled
-            below 100 ids.
+        vocabulary_scale: share of Criteo's 33.8 million ids; fields are not scaled below 100 ids.
         skew: exponent of the ids' power law, P(rank) ~ rank^-skew.
         ctr: mean click probability.
         id_effect: standard deviation of an id's own effect on the logit.
@@ -323,15 +318,11 @@ def synthesize(
 
     Args:
         output: a new or empty folder.
-        overwrite: replaces an existing data set.
         progress: called with the number of samples just written.
 
-    Returns:
-        The schema; `best` has the quality of the true probabilities on the test split.
+    Returns the schema; `best` has the quality of the true probabilities on the test split.
 
-    Raises:
-        ValueError: `output` is not empty.
-        OSError: the disk is full.
+    Raises ValueError: `output` is not empty; OSError: the disk is full.
     """
     config = config or SynthesizeConfig()
     sizes = [max(min(size, UNSCALED_SIZE), round(size * config.vocabulary_scale)) for size in CRITEO_SIZES]
