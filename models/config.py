@@ -65,18 +65,14 @@ class ModelConfig:
 def checked_options(
     function: Callable[..., Any], given: Mapping[str, Any], table: str, owner: str, *, first: int, reserved: str = ""
 ) -> dict[str, Any]:
-    """Checks options, as a TOML file gives them, against the parameters of a function; converts lists to tuples.
+    """Checks options of a TOML file against the parameters of a function; returns them, with tuples for lists.
 
     Args:
         table, owner: name of the options' table, and name of the network or loss, for messages.
         first: number of leading parameters that are not options.
         reserved: name of a further parameter that is not an option.
 
-    Returns:
-        Keyword arguments: the given options alone.
-
-    Raises:
-        ValueError: an option is unknown or missing, or its value has another type than the parameter's annotation.
+    Raises ValueError: an option is unknown or missing, or its value has another type than the parameter's annotation.
     """
     parameters = list(inspect.signature(function).parameters.values())
     positional = [parameter for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]

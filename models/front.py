@@ -92,8 +92,7 @@ class EmbeddingFront(nn.Module):
         sequences: fields that are sequences, by name; ``fields`` lists them too.
         device: device of the tables; on the meta device, sharding allocates them.
 
-    Raises:
-        ValueError: no tables, or a table of another width than the model needs.
+    Raises ValueError: no tables, or a table of another width than the model needs.
     """
 
     def __init__(

@@ -32,10 +32,9 @@ class Regularized(Protocol):
 def l2_kernels(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """Finds the dense kernels that the CowClip reference regularises.
 
-    Returns:
-        Parameters of the model. ``"linear"`` has the linear kernel on the dense features (the reference's
-        ``l2_reg_linear``), ``"cross"`` the kernels of the cross layers (the reference's ``l2_reg_cross``, 1e-5). MLPs
-        and biases are not regularised.
+    Returns parameters of the model. ``"linear"`` has the linear kernel on the dense features (the reference's
+    ``l2_reg_linear``), ``"cross"`` the kernels of the cross layers (the reference's ``l2_reg_cross``, 1e-5). MLPs and
+    biases are not regularised.
     """
     groups: dict[str, list[nn.Parameter]] = {"linear": [], "cross": []}
     for module in model.modules():

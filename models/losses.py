@@ -41,8 +41,7 @@ def focal(
     Args:
         logits: float [B] or [B, T].
         label: of the same shape, from 0 to 1.
-        gamma: exponent; 0 is the cross-entropy, and a larger value lowers the weight of samples that are predicted
-            well.
+        gamma: exponent; 0 is the cross-entropy, and larger values lower the weight of samples predicted well.
         alpha: weight of positive samples; other samples have the weight 1 - alpha. By default both weights are 1.
     """
     # (1 - p)^gamma by its logarithm, whose gradient is finite where 1 - p is 0.
@@ -58,11 +57,8 @@ LOSSES: dict[str, Loss] = {"bce": bce, "focal": focal}
 def loss_of(name: str, options: Mapping[str, Any], tasks: int = 1) -> Loss:
     """Returns the loss ``train.loss = name`` with ``train.loss_options``; tries a loss of the user's own.
 
-    Args:
-        tasks: number of labels; 0 if it is not known yet, and the loss is not tried.
-
-    Raises:
-        ValueError: an unknown name or option, or a function that does not return the loss of each sample.
+    With 0 ``tasks``, whose number is not known yet, the loss is not tried. Raises ValueError: an unknown name or
+    option, or a function that does not return the loss of each sample.
     """
     loss = chosen("train.loss", name, LOSSES, 'a loss of your own is "module:function"')
     if not callable(loss) or isinstance(loss, type):

@@ -39,9 +39,8 @@ def chosen(key: str, name: str, known: Mapping[str, Any], own: str) -> Any:
 def imported(key: str, name: str) -> Any:
     """Imports the object that ``key = "module:name"`` of a configuration names.
 
-    Raises:
-        ValueError: the name has another form, the module or the name in it does not exist, the import fails, or the
-            module's file has changed since this process imported it.
+    Raises ValueError: the name has another form, the module or the name in it does not exist, the import fails, or the
+    module's file has changed since this process imported it.
     """
     module_name, _, attribute = name.partition(":")
     given = f'{key} = "{name}"'

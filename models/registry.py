@@ -55,8 +55,7 @@ MODELS: dict[str, type[nn.Module]] = {
 def require_model(config: ModelConfig) -> None:
     """Checks the network's name and options; imports the module of a network of your own.
 
-    Raises:
-        ValueError: the name is neither in ``MODELS`` nor the name of a network's class, or an option does not fit.
+    Raises ValueError: the name is neither in ``MODELS`` nor the name of a network's class, or an option does not fit.
     """
     _class_and_options(config)
 
@@ -87,16 +86,13 @@ def build_model(
     Args:
         tables, num_dense, is_weighted, fields, sequences: as in :class:`EmbeddingFront`.
         num_tasks: number of labels T.
-        device: device of the model, by default the CPU. On the meta device, sharding allocates the tables, and the
-            dense part is on the CPU.
+        device: by default the CPU. On the meta device, sharding allocates the tables; the dense part is on the CPU.
 
-    Returns:
-        A module ``forward(dense float [B, N], sparse KeyedJaggedTensor) -> logits float [B]``, or [B, T] of T > 1
-        tasks. Sharding replaces the module's one EmbeddingBagCollection, ``front.embeddings``.
+    Returns a module ``forward(dense float [B, N], sparse KeyedJaggedTensor) -> logits float [B]``, or [B, T] of T > 1
+    tasks. Sharding replaces the module's one EmbeddingBagCollection, ``front.embeddings``.
 
-    Raises:
-        ValueError: a name, field or option is unknown, the network has one task and the data have several, the tables
-            do not fit the configuration, or a network of your own is not as docs/models.md describes.
+    Raises ValueError: a name, field or option is unknown, the network has one task and the data have several, the
+    tables do not fit the configuration, or a network of your own is not as docs/models.md describes.
     """
     require_model(config)
     front = EmbeddingFront(

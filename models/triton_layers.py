@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ELEMENTS, _MOST_CHUNK, _MOST_DENSE = 2048, 16, 64
-"""Elements of a program's tile, unless one sample has more; columns of a row, and dense features, that are read at
-most at a time."""
+"""Elements of a program's tile, unless one sample has more; most columns and dense features that are read at a time."""
 _ROWS, _COLUMNS, _MOST_SPLITS = 32, 64, 256
 """Samples and columns of the tile of a ReLU, and the most programs that share the samples of a column."""
 
@@ -109,9 +108,8 @@ def features_on_device(
         width: columns of the third result, at least F * D + N.
         dtype: dtype of the third result.
 
-    Returns:
-        The sum of the wide weights, [B], and the sum of the products of all pairs of embeddings, [B], in the dtype of
-        the rows; and the embeddings, the dense features and zeros, [B, width].
+    Returns the sum of the wide weights, [B], and the sum of the products of all pairs of embeddings, [B], in the dtype
+    of the rows; and the embeddings, the dense features and zeros, [B, width].
     """
     samples, tile, dense = len(rows), _tile(rows), dense if dense.stride(-1) == 1 else dense.contiguous()
     wide, pairs, flat = rows.new_empty(samples), rows.new_empty(samples), rows.new_empty(samples, width, dtype=dtype)
@@ -205,9 +203,8 @@ def relu_backward_on_device(
         output: output of the ReLU, [B, H], contiguous.
         kernel: [H, 1].
 
-    Returns:
-        The gradient of the ReLU's input, [B, H] in the dtype of the output; the sum of that gradient over the samples,
-        float32 [H]; and the gradient of the kernel, float32 [H, 1].
+    Returns the gradient of the ReLU's input, [B, H] in the dtype of the output; the sum of that gradient over the
+    samples, float32 [H]; and the gradient of the kernel, float32 [H, 1].
     """
     (samples, columns), grad = output.shape, grad.contiguous()
     splits = max(1, min(triton.cdiv(samples, _ROWS), _MOST_SPLITS))

@@ -39,14 +39,7 @@ class Interacting(CrossLayers):
 class AutoInt(nn.Module):
     """logit = kernel . interacting layers(embeddings) + bias; with ``deep``, an MLP is added (AutoInt+).
 
-    Source: equation 9 of the paper. There is no linear part.
-
-    Args:
-        config: uses ``hidden`` and ``dropout`` if ``deep``.
-        layers: number of interacting layers.
-        heads: H.
-        attention_dim: A.
-        deep: whether an MLP is beside the interacting layers.
+    Source: equation 9 of the paper. There is no linear part. ``hidden`` and ``dropout`` are the MLP's.
     """
 
     def __init__(

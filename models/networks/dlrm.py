@@ -13,12 +13,9 @@ from ..layers import LogitKernel, Mlp
 class DLRM(nn.Module):
     """logit = MLP([z, <v_i, v_j> for all pairs i < j of z and the embeddings]), where z = bottom MLP(dense).
 
-    Source: section 2.2 of the paper. There is no linear part.
-
-    Args:
-        config: uses ``hidden`` and ``dropout`` for the MLP over the products.
-        front: embeddings and dense features; without dense features there is no z.
-        bottom: widths of the bottom MLP's layers before the last layer, whose width is D.
+    Source: section 2.2 of the paper. There is no linear part, and without dense features no z. ``bottom`` are the
+    widths of the bottom MLP's layers before the last layer, whose width is D. ``hidden`` and ``dropout`` are those of
+    the other MLP.
     """
 
     def __init__(self, config: ModelConfig, front: Front, *, bottom: Sizes = (512, 256)) -> None:

@@ -16,14 +16,8 @@ class MaskedCross(CrossLayers):
 
     The degree of x doubles with each layer in the exponential cross network, y = x, and grows by one in the linear one.
     The masked half of a field's embedding has A columns, and A - 1 where D is odd. Source: the recursions of the two
-    networks and the self-mask of the paper, with the bias of the authors' code, which is 0 at first here.
-
-    Args:
-        fields: F.
-        embedding_dim: D.
-        layers: L.
-        exponential: whether y is x.
-        dropout: share of each layer's outputs that is dropped.
+    networks and the self-mask of the paper, with the bias of the authors' code, which is 0 at first here. ``dropout``
+    is the share of each layer's outputs that is dropped.
     """
 
     def __init__(self, fields: int, embedding_dim: int, layers: int, exponential: bool, dropout: float) -> None:
@@ -49,11 +43,8 @@ class MaskedCross(CrossLayers):
 class FCN(nn.Module):
     """logit = mean of the logits of an exponential and a linear cross network. There is no linear part.
 
-    The paper's loss (Tri-BCE), which needs the logits of both networks, is left out.
-
-    Args:
-        config: uses ``dropout``.
-        exponential_layers, linear_layers: L of each network.
+    ``exponential_layers`` and ``linear_layers`` are L of each network; ``hidden`` is not used. The paper's loss
+    (Tri-BCE), which needs the logits of both networks, is left out.
     """
 
     def __init__(

@@ -55,11 +55,8 @@ class BilinearFusion(nn.Module):
 class FinalMlp(nn.Module):
     """logit = fusion(MLP(gate(x)), other MLP(other gate(x))). There is no linear part.
 
-    Args:
-        config: uses ``hidden``, the widths of the first MLP, and ``dropout``.
-        second: widths of the second MLP; by default ``hidden``.
-        heads: number of heads of the fusion, a divisor of the MLPs' last widths.
-        gate: widths of the hidden layers of the gates.
+    ``hidden`` are the widths of the first MLP, ``second`` those of the second one, by default the same, and ``gate``
+    those of the gates' hidden layers. ``heads`` divides the MLPs' last widths.
     """
 
     def __init__(

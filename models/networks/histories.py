@@ -28,8 +28,7 @@ class History(NamedTuple):
     def with_target(self, x: Features, dim: int) -> tuple[Tensor, Tensor]:
         """Adds up the parts' embeddings at each position, and the targets' embeddings at one more position.
 
-        Returns:
-            The sums, [B, L + 1, D], and whether a position has ids, bool [B, L + 1]; the last one always has.
+        Returns the sums, [B, L + 1, D], and whether a position has ids, bool [B, L + 1]; the last one always has.
         """
         steps = sum(x.sequences[part].rows[:, :, :dim] for part in self.parts)
         target = sum(x.rows[:, field, None, :dim] for field in self.targets)

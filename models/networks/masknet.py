@@ -34,13 +34,8 @@ class NormalisedFields(nn.Module):
 class MaskBlock(nn.Module):
     """y = relu(layer norm(W (mask * x))), where mask = W2 relu(W1 e + b1) + b2 of the embeddings e.
 
-    Source: sections 3.2 and 3.3 of the paper.
-
-    Args:
-        embeddings: K, width of e.
-        width: width of x.
-        output: width of y.
-        reduction: width of the mask's hidden layer, divided by the width of the mask.
+    ``embeddings``, ``width`` and ``output`` are the widths of e, x and y. ``reduction`` is the width of the mask's
+    hidden layer, divided by the width of the mask. Source: sections 3.2 and 3.3 of the paper.
     """
 
     def __init__(self, embeddings: int, width: int, output: int, reduction: float) -> None:
@@ -75,9 +70,7 @@ class _MaskNet(nn.Module):
 class SerialMaskNet(_MaskNet):
     """logit = kernel . last mask block of a chain + bias. There is no linear part.
 
-    Args:
-        config: uses ``hidden``, the widths of the blocks, and no ``dropout``.
-        reduction: see :class:`MaskBlock`.
+    ``hidden`` are the widths of the blocks; ``dropout`` is not used.
     """
 
     def __init__(self, config: ModelConfig, front: Front, *, reduction: Ratio = 2.0) -> None:
@@ -97,11 +90,7 @@ class SerialMaskNet(_MaskNet):
 class ParallelMaskNet(_MaskNet):
     """logit = MLP(mask blocks side by side). There is no linear part.
 
-    Args:
-        config: uses ``hidden`` and ``dropout`` for the MLP.
-        blocks: number of mask blocks.
-        block_width: width of each block's output.
-        reduction: see :class:`MaskBlock`.
+    ``block_width`` is the width of each block's output; ``hidden`` and ``dropout`` are those of the MLP.
     """
 
     def __init__(

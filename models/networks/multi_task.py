@@ -45,9 +45,7 @@ class Gate(nn.Module):
 class SharedBottom(nn.Module):
     """logit_k = tower_k(MLP(x)). Source: MMoE (Ma et al., KDD 2018), equation 1. There is no linear part.
 
-    Args:
-        config: uses ``hidden``, the widths of the shared MLP, and ``dropout``.
-        tower: widths of the layers of each tower.
+    ``hidden`` are the widths of the shared MLP, and ``tower`` those of each tower.
     """
 
     def __init__(self, config: ModelConfig, front: Front, num_tasks: int, *, tower: Sizes = (64,)) -> None:
@@ -66,12 +64,7 @@ class SharedBottom(nn.Module):
 class MMoE(nn.Module):
     """logit_k = tower_k(sum over e of softmax(G_k x)_e MLP_e(x)). Source: equations 5 to 7 of the paper.
 
-    There is no linear part.
-
-    Args:
-        config: uses ``hidden``, the widths of each expert, and ``dropout``.
-        experts: number of experts.
-        tower: widths of the layers of each tower.
+    There is no linear part. ``hidden`` are the widths of each expert, and ``tower`` those of each tower.
     """
 
     def __init__(
@@ -93,12 +86,8 @@ class MMoE(nn.Module):
 class ExtractionLevel(nn.Module):
     """Experts of each task and shared ones. A task's gate mixes the task's experts and the shared ones.
 
-    A shared gate mixes all experts, unless the level is the last. Source: section 4.2 of the paper.
-
-    Args:
-        width: width of the inputs.
-        task_experts: number of experts of each task.
-        is_last: whether no later level needs a shared output.
+    A shared gate mixes all experts, unless the level is the last. ``width`` is the width of the inputs, and
+    ``task_experts`` the number of experts of each task. Source: section 4.2 of the paper.
     """
 
     def __init__(
@@ -138,12 +127,8 @@ def _outputs(experts: Iterable[nn.Module], x: Tensor) -> list[Tensor]:
 class PLE(nn.Module):
     """logit_k = tower_k(last level's output for task k). With one level this is CGC. There is no linear part.
 
-    Args:
-        config: uses ``hidden``, the widths of each expert, and ``dropout``.
-        levels: number of levels.
-        task_experts: number of experts of each task in each level.
-        shared_experts: number of shared experts in each level.
-        tower: widths of the layers of each tower.
+    ``hidden`` are the widths of each expert, and ``tower`` those of each tower. Each level has ``task_experts`` experts
+    of each task, and ``shared_experts`` shared ones.
     """
 
     def __init__(

@@ -37,8 +37,7 @@ class CompressedInteractions(CrossLayers):
 class XDeepFM(nn.Module):
     """logit = linear + kernel . CIN(embeddings) + MLP. Source: equation 9 of the paper.
 
-    Args:
-        maps: numbers of feature maps of the CIN's layers.
+    ``maps`` are the numbers of feature maps of the CIN's layers.
     """
 
     def __init__(self, config: ModelConfig, front: Front, *, maps: Sizes = (200, 200, 200)) -> None:
