@@ -46,9 +46,8 @@ def require_matched_set(load: Callable[[], None] | None = None) -> None:
     A set that was not tested is accepted with a warning if it follows the rule above, is not older than the tested
     sets, and ``load``, which imports what cowrec needs, succeeds. Without ``load`` it is accepted without a warning.
 
-    Raises:
-        UnmatchedVersions: the packages do not belong together, one is missing, or ``load`` failed. The message has the
-            installed versions and the commands to run.
+    Raises UnmatchedVersions, with the installed versions and the commands to run, if the packages do not belong
+    together, one is missing, or ``load`` failed.
     """
     torch, torchrec = _installed("torch"), _installed("torchrec")
     builds = {name: number for name in (CPU_BUILD, CUDA_BUILD) if (number := _installed(name))}

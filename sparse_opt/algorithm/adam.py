@@ -24,11 +24,9 @@ class FtrlConfig:
     Attributes:
         alpha: learning rate, > 0: the first step is ``alpha * g / (beta + |g|)``.
         beta: added to the root of the sum of squares, > 0, in units of the gradient of one sample's loss.
-        batch_size: number of samples of the global batch; :meth:`EmbeddingAdam.set_ftrl_samples` sets it for a shorter
-            batch.
+        batch_size: samples of the global batch; :meth:`EmbeddingAdam.set_ftrl_samples` sets it for a shorter batch.
 
-    Raises:
-        ValueError: a value is out of range.
+    Raises ValueError: a value is out of range.
     """
 
     alpha: float
@@ -62,8 +60,7 @@ class AdamConfig:
         wide: FTRL for the columns after ``clip_columns``; None for Adam. These columns have neither L2 nor weight decay
             nor the learning rate, and change in the batch's rows alone.
 
-    Raises:
-        ValueError: a value is out of range.
+    Raises ValueError: a value is out of range.
     """
 
     lr: float = 1e-3

@@ -1,8 +1,7 @@
 """Gradient clipping of embedding rows: CowClip and the paper's other rules, as pure functions on tensors.
 
-CowClip (arXiv 2204.06240) bounds each row's gradient by the row's weight norm times the number of occurrences of the
-row's id in the global batch. The paper calls a row a column, and a table a field. Sizes: U distinct rows, D embedding
-width.
+CowClip (arXiv 2204.06240) bounds each row's gradient by the row's weight norm times the occurrences of the row's id in
+the global batch. The paper calls a row a column, and a table a field. Sizes: U distinct rows, D embedding width.
 """
 
 from collections.abc import Sequence
@@ -116,11 +115,7 @@ class ReferenceCowClip:
 
 @dataclass(frozen=True)
 class ConstantClip:
-    """Constant threshold for each row (the paper's Table 6, column-wise): a gradient norm of at most ``max_norm``.
-
-    Attributes:
-        max_norm: the threshold, in units of the gradient norm, > 0.
-    """
+    """Constant threshold for each row (the paper's Table 6, column-wise): a norm of at most ``max_norm``, > 0."""
 
     max_norm: float
     name: ClassVar[str] = "constant"
@@ -184,8 +179,7 @@ def cowclip_limits(weights: Tensor, counts: Tensor, *, r: float, zeta: float) ->
         counts: occurrences of each row in the global batch, int [U], at least 1.
         r, zeta: as in :class:`CowClip`.
 
-    Returns:
-        float [U], float32 or the weights' own type if wider. Source: arXiv 2204.06240, Algorithm 1, line 8.
+    Returns float [U], float32 or the weights' own type if wider. Source: arXiv 2204.06240, Algorithm 1, line 8.
     """
     return limits_of_norms(row_norms(weights), counts, *CowClip(r, zeta).limit(weights.shape[-1]))
 
@@ -197,9 +191,8 @@ def clip_scales(grads: Tensor, limits: Tensor) -> Tensor:
         grads: gradient of each row, float [U, D].
         limits: largest allowed norm of each row's gradient, float [U], >= 0.
 
-    Returns:
-        float [U] in [0, 1], float32 or the gradients' own type if wider. The factor of an infinite norm is 0, and that
-        of NaN is 1, so that a gradient that is not finite stays so.
+    Returns float [U] in [0, 1], float32 or the gradients' own type if wider. The factor of an infinite norm is 0, and
+    that of NaN is 1, so that a gradient that is not finite stays so.
     """
     return scales_of_norms(row_norms(grads), limits)
 
@@ -218,8 +211,7 @@ def clip_rows(grads: Tensor, weights: Tensor, counts: Tensor, rule: ClipRule) ->
         counts: occurrences of each row in the global batch, int [U]; the reference counts absent rows once.
         rule: a rule whose scope is a row.
 
-    Raises:
-        ValueError: the shapes do not match, or the rule bounds more than one row's norm.
+    Raises ValueError: the shapes do not match, or the rule bounds more than one row's norm.
     """
     if rule.scope != "row":
         raise UserError(f"clip.rule = {rule.name!r} bounds more than one row's norm; use clip_tables")

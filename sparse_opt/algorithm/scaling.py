@@ -27,12 +27,11 @@ class Hyperparameters:
         l2: coefficient of ``l2 * sum(w^2)`` over embeddings and wide weights, >= 0.
         betas: decay of Adam's first and second moment, per step, each in [0, 1), for tables and network.
         eps: summand of the root of Adam's second moment, > 0, for tables and network.
-        weight_decay: decoupled weight decay of the tables, >= 0: a step multiplies weights by ``1 - embedding_lr *
+        weight_decay: decoupled decay of the tables, >= 0: a step multiplies weights by ``1 - embedding_lr *
             weight_decay``.
         dense_weight_decay: decoupled weight decay of the network, with ``dense_lr``.
 
-    Raises:
-        ValueError: a value is out of range.
+    Raises ValueError: a value is out of range.
     """
 
     embedding_lr: float
@@ -159,8 +158,8 @@ def scale_hyperparameters(
 ) -> Hyperparameters:
     """Scales hyperparameters to another batch size.
 
-    Under every rule but "none", ``lr * weight_decay`` of a step grows with s, so that the decay for each sample does
-    not change (arXiv 2405.13698).
+    Under every rule but "none", ``lr * weight_decay`` grows with s, which keeps the decay for each sample (arXiv
+    2405.13698).
 
     Example: values tuned at batch 1K, for Adam at 64K::
 
@@ -174,8 +173,7 @@ def scale_hyperparameters(
         rule: a key of :data:`SCALING_RULES`.
         embedding: optimizer of the tables, on which `half_life` depends; row-wise Adagrad is "adagrad".
 
-    Raises:
-        ValueError: the rule or the optimizer is unknown, or a batch size is below 1.
+    Raises ValueError: the rule or the optimizer is unknown, or a batch size is below 1.
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
     if embedding not in get_args(EmbeddingOptimizer):
@@ -190,9 +188,7 @@ def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: s
     the gradient of one occurrence, and limits of one table or of all tables to 1/sqrt(s). Under the rules of the paper,
     constant thresholds grow with sqrt(s) (its Table 6), and other limits stay. Under "none" all limits stay.
 
-    Raises:
-        ValueError: as in :func:`scale_hyperparameters`, or the limits of a rule change that is not in
-            :data:`CLIP_RULES`.
+    Raises ValueError: as in :func:`scale_hyperparameters`, or limits change of a rule not in :data:`CLIP_RULES`.
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
     return _with_limits_times(SCALING_RULES[rule].limit_factor(clip, s), clip)

@@ -75,9 +75,6 @@ def attach_cowclip(
             lookup. Under SGD, Adagrad, row-wise Adagrad and Adam, the update of some rows is compared with a plain
             computation from ids and output gradient.
 
-    Returns:
-        A handle with ``stats()`` and ``remove()``.
-
     Raises:
         ValueError: the model has no table, a table cannot be clipped, a name is unknown, the model is attached already,
             or the rule does not fit the sharding plan; or in a step, ``single_id_bags`` is wrong.

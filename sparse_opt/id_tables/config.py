@@ -20,8 +20,7 @@ class Admission:
             2209.07663). Occurrences in one batch count together.
         threshold: number of occurrences, 1 to 65,535.
         window: length of the window of "count", in seconds of sample time, or in batches if samples have no time.
-            Earlier occurrences do not count, and those of the last three quarters of the window always count. 0 counts
-            all.
+            Earlier occurrences do not count, and those of its last three quarters always count. 0 counts all.
         counters: number of uint16 cells of a table under "count". e * N / W (see kernels/sketch.py), which
             ``filter_excess`` of ``IdTables.counters`` reports, should stay well below the threshold. W is a quarter of
             the cells without a window, and 7/128 of the cells with a window.
@@ -77,10 +76,9 @@ class IdTableConfig:
         capacity: largest number of ids, >= 1, in segments with equal shares. Ids do not spread quite evenly, so that
             the first segment is full a little before the table (at 95 % of the capacity or later).
         features: names of the features that share the table; equal ids of two features are two ids.
-        when_full: "oldest" evicts the ids that were not seen for longest. "least_frequent" evicts the ids that occurred
-            least often, the oldest first among equals; counts saturate at 65,535. "refuse" gives new ids the
+        when_full: "oldest" evicts the ids not seen for longest. "least_frequent" evicts those that occurred least
+            often, the oldest first among equals; counts saturate at 65,535. "refuse" gives new ids the
             out-of-vocabulary row.
-        admission: rule by which new ids get a row.
         expire_after: time without an occurrence after which an id expires, in seconds of sample time, or in batches if
             samples have no time; 0 for never.
     """

@@ -13,8 +13,7 @@ from .kernels import memory
 MAX_SEGMENTS = 64
 """Largest number of segments of a table, unless the caller sets another."""
 MIN_SEGMENT_CAPACITY = 4096
-"""Least capacity of a segment. A table is full when its first segment is full, and ids spread less evenly over small
-segments."""
+"""Least capacity of a segment. A table is full with its first segment, and ids spread less evenly over small ones."""
 _SWEEP_BATCHES, _MIN_SWEEP_RECORDS = 1024, 64
 """Number of batches in which the sweep passes a table once; least number of records of a sweep."""
 _SWEEP_INTERVAL = 16

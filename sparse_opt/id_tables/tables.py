@@ -39,7 +39,6 @@ class NewRows:
 
     Attributes:
         table: number of the table, in the order of ``tables``.
-        row: row in the embedding table.
         id: id that the row now belongs to.
         feature: number of the feature in ``IdTableConfig.features``.
     """
@@ -106,20 +105,17 @@ class IdTables:
     ``Admission``. Training on CUDA uses the same tables: ids are translated before the batch is copied to the device.
 
     Args:
-        tables: configurations by name.
-        features: names of the features in the order in which :meth:`assign` takes their ids; ids of features without a
-            table pass through.
+        features: names in the order in which :meth:`assign` takes ids; ids of features without a table pass through.
         seed: seed of probabilistic admission, the only random choice.
         max_segments: largest number of segments of a table; at least the number of ranks.
-        group: gloo group of all ranks, or None for one process. All ranks call a method together, each with its own
-            slice of the batch.
+        group: gloo group, or None for one process. All ranks call a method together, with their own slices of the
+            batch.
 
     Attributes:
         num_embeddings: rows of each table's embedding table: 2, and the capacity rounded up to equal segments, whose
             rows follow one another from row 2 on.
 
-    Raises:
-        ValueError: the tables do not fit the features or the segments, or several processes have no group.
+    Raises ValueError: the tables do not fit the features or the segments, or several processes have no group.
     """
 
     def __init__(

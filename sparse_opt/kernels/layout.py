@@ -244,5 +244,4 @@ def to_numpy(values: Any) -> Any:
 
 
 def to_float32(values: Any) -> Any:
-    """Converts the numbers of a named tuple to numpy.float32."""
     return values._make(map(np.float32, values))

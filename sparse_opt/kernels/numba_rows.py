@@ -291,7 +291,6 @@ def scalars_of_step(steps, t, lr_factor):
 
 @compiled(inline="always", error_model="numpy")
 def prefetch_row(state, start, dim):
-    """Requests a row and its moments while earlier rows are computed."""
     prefetch_elements(state.weights, start, dim)
     prefetch_elements(state.exp_avg, start, dim)
     prefetch_elements(state.exp_avg_sq, start, dim)
@@ -321,8 +320,7 @@ def store_row(w, m, v, low, state, start, dim):
 def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constants, steps, ftrl):
     """Takes step ``steps.taken`` of Adam, and of FTRL in its columns, on the distinct rows of some tables, in place.
 
-    Under replay, the rows' last steps are written, and a row at rest (see numba_replay.py) first catches up the decay
-    of its second moments.
+    Under replay, last steps are written, and a row at rest (see numba_replay.py) first catches up its moments' decay.
     """
     tops, rows, counts, sums = distinct_rows.tops, distinct_rows.rows, distinct_rows.counts, distinct_rows.sums
     last_step, step = steps.last_step, np.int64(steps.taken[0])

@@ -1,8 +1,7 @@
 """Forward and backward of a wrapped lookup: one autograd function with two strategies of its backward pass.
 
 FBGEMM updates a table inside the backward of its lookup. :class:`RescaledGradients` changes what that backward reads,
-so that FBGEMM applies exactly the clipped row gradient. :class:`ReplacedUpdate` leaves that backward out and runs an
-update of its own.
+so that FBGEMM applies exactly the clipped row gradient. :class:`ReplacedUpdate` runs an update of its own instead.
 """
 
 import gc

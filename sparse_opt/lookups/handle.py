@@ -69,8 +69,7 @@ class LookupsHandle:
     def stats(self) -> dict[str, TableStats]:
         """Returns statistics of each table's clip, over the rows that this process holds. Waits for the device, once.
 
-        Raises:
-            ValueError: on CUDA, ids of earlier steps were outside their tables.
+        Raises ValueError: on CUDA, ids of earlier steps were outside their tables.
         """
         if not self._lookups:
             return {}
@@ -90,16 +89,10 @@ class LookupsHandle:
 
         The shares come from the ratios ``||g|| / limit`` of the rows of :meth:`stats`. Training with other limits would
         change these ratios. ``scale`` times the limits of CowClip(r, zeta) are those of CowClip(scale * r, scale *
-        zeta). Waits for the device.
+        zeta). ``scales`` are from 1e-7 to 1e7, rounded by up to 3 %. Waits for the device. Returns shares in [0, 1] by
+        table name and scale.
 
-        Args:
-            scales: factors of the limits, from 1e-7 to 1e7; a factor is rounded by up to 3 %.
-
-        Returns:
-            Shares in [0, 1] by table name and scale.
-
-        Raises:
-            ValueError: a scale is out of range.
+        Raises ValueError: a scale is out of range.
         """
         for scale in scales:
             if not 1e-7 <= scale <= 1e7:
@@ -127,9 +120,8 @@ class LookupsHandle:
         wait, with a warning, and so does loading a state into the model. Call ``accumulate`` again after an exception
         in a backward pass.
 
-        Raises:
-            ValueError: ``passes`` is below 1, or above 1 under TorchRec's ITEP; or in a step, managed collision has
-                given rows to new ids while passes wait.
+        Raises ValueError: ``passes`` is below 1, or above 1 under TorchRec's ITEP; or in a step, managed collision has
+        given rows to new ids while passes wait.
         """
         if passes < 1:
             raise UserError(f"accumulate takes at least 1 backward pass, got {passes}")

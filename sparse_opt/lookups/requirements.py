@@ -28,8 +28,7 @@ def lookups_under_rules(
         skips_unclipped: whether a table that cannot be clipped is skipped if it has no limit.
         is_scaled: whether a GradScaler scales the loss. Column shards must then agree on whether their row moves.
 
-    Raises:
-        ValueError: a name is unknown, a table cannot be clipped, or the rule does not fit the sharding plan.
+    Raises ValueError: a name is unknown, a table cannot be clipped, or the rule does not fit the sharding plan.
     """
     tables = inventory.tables
     given = dict.fromkeys(tables, clip_columns) if isinstance(clip_columns, int) else dict(clip_columns or {})

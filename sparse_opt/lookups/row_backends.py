@@ -46,11 +46,8 @@ _WORK_OF_ROW = 4
 class RowBackend(Protocol):
     """Work on the rows of a lookup's batches; clips record their statistics. Sizes: nnz ids.
 
-    On CPU, methods that take ids raise ValueError for an id outside its table.
-
-    Attributes:
-        is_capturable: whether a CUDA graph can repeat the work: it reads all that changes from the device, and never
-            waits.
+    On CPU, methods that take ids raise ValueError for an id outside its table. ``is_capturable`` tells whether a CUDA
+    graph can repeat the work: it reads all that changes from the device, and never waits.
     """
 
     is_capturable: bool
@@ -75,8 +72,7 @@ class RowBackend(Protocol):
     def update(self, backward: LookupBackward, adam: AdamRows) -> None:
         """Adds L2, clips and takes the latest step of Adam on the rows of a backward pass, in place.
 
-        Under replay, the rows' last steps are written, and rows at rest first catch up the decay of their second
-        moments.
+        Under replay, last steps are written, and rows at rest first catch up the decay of their second moments.
         """
 
     def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
@@ -88,8 +84,7 @@ class RowBackend(Protocol):
     def pool(self, bags: LookupBags, inputs: Inputs, ids: LookupIds | None) -> tuple[Tensor | None, LookupIds | None]:
         """Looks rows up by the keyword arguments of FBGEMM's forward.
 
-        Returns the output, without a gradient, or None where FBGEMM has to compute it; and the rows of the ids if they
-        are known.
+        Returns the output, without a gradient, or None where FBGEMM has to compute it; and the ids' rows if known.
         """
 
     def replay(self, rows: Tensor, adam: AdamRows) -> None:
@@ -324,7 +319,6 @@ class TorchRows:
             return torch_rows.sums_of_ranks(rows, self._lookup.process_group) if self.gathers_rows else rows
 
     def row_gradients(self, sums: RowSums) -> RowGradients:
-        """Adds the current weights of the rows."""
         return torch_rows.with_weights(sums, self._layout, self._lookup.flat_weights())
 
     def id_factors(self, backward: LookupBackward) -> Tensor:

@@ -39,7 +39,6 @@ class TableRules:
 
     @property
     def scope(self) -> Scope:
-        """Scope of the rules' norms."""
         return next((rule.scope for rule in self.limiting), "row")
 
     @property
@@ -48,7 +47,6 @@ class TableRules:
         return ", ".join(sorted({rule.name for rule in self.limiting})) or NoClip.name
 
     def unclipped(self, tables: Collection[str]) -> set[str]:
-        """Finds the tables that have no limit."""
         return {table for table in tables if isinstance(self.of(table), NoClip)}
 
 
@@ -103,7 +101,6 @@ class TableLimits:
     """Limits that clip rules set for the tables of a lookup; ``clip_columns`` as for WrappedLookup.
 
     Attributes:
-        per_table: limit of each table.
         columns: number of columns of each table here that are measured and clipped.
         clips: limits and columns of the tables, as tensors.
         excluded: whether a table has no limit, bool [tables].

@@ -48,8 +48,7 @@ class TableStats:
     Only the first process counts the rows of a table that every process holds.
 
     Attributes:
-        rows: number of rows with a gradient since attaching or resetting; a row counts once in each step that has its
-            id.
+        rows: rows with a gradient since attaching or resetting; a row counts once in each step that has its id.
         clipped_share: share of these rows whose gradient exceeded the limit, in [0, 1]. Under a rule for one table or
             for all tables, gradient and limit are those of the table or of all tables.
         median_ratio: median of ``||g|| / limit`` over the rows of the latest step; NaN without rows.

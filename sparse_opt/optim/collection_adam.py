@@ -126,7 +126,6 @@ class CollectionAdam:
         return float(value)
 
     def count_step(self) -> None:
-        """Counts a step that a captured CUDA graph has taken."""
         for adam in self.lookups:
             adam.count_step()
         self.history.record(self.step, self.lr)

@@ -56,17 +56,13 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
     Args:
         model, rule, exclude: as in :func:`attach_cowclip`; no rule by default. Excluded tables are trained.
         clip_columns: number of leading columns that are measured and clipped, for all tables or by name.
-        lr_factors: factors of the learning rate in ``param_groups`` and of FTRL's alpha, by table; hence also factors
-            of weight decay.
+        lr_factors: factors of the rate in ``param_groups``, hence of weight decay too, and of FTRL's alpha, by table.
         grad_scaler: as in :func:`attach_cowclip`; a gradient of zeros takes a step too.
 
-    Attributes:
-        collections: Adam on the lookups of each sharded collection.
+    ``collections`` has Adam on the lookups of each sharded collection.
 
-    Raises:
-        ValueError: as :func:`attach_cowclip`; or a table has another fused optimizer or cannot be replayed, the rule
-            bounds more than a row under "replay", FTRL has no columns, or a scheduler drives the fused optimizers
-            already.
+    Raises ValueError: as :func:`attach_cowclip`; or a table has another fused optimizer or cannot be replayed, the rule
+    bounds more than a row under "replay", FTRL has no columns, or a scheduler drives the fused optimizers already.
     """
 
     def __init__(
@@ -137,9 +133,8 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
     def lr(self) -> float:
         """Learning rate of the next step, in ``param_groups``.
 
-        Raises:
-            ValueError: the rate is negative or not finite, or so high that rows would move that replay has set to rest;
-                raised here and in the backward pass.
+        Raises ValueError: the rate is negative or not finite, or so high that rows would move that replay has set to
+        rest; raised here and in the backward pass.
         """
         return self.collections[0].lr
 
@@ -191,9 +186,8 @@ class EmbeddingAdam(LookupsHandle, UpdatedInBackward):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state that is sharded like this optimizer's.
 
-        Raises:
-            ValueError: a table or entry is missing or has another size, or the state was either taken or loaded within
-                :meth:`as_stored`, but not both.
+        Raises ValueError: a table or entry is missing or has another size, or the state was either taken or loaded
+        within :meth:`as_stored`, but not both.
         """
         for collection in self.collections:
             collection.require_entries(state_dict["state"])

@@ -29,11 +29,8 @@ class LookupAdam:
 
     Under ``absent_rows = "replay"``, an absent row takes its step later, when a forward pass looks the row up or when
     the table is read. The step, by L2, the first moment and weight decay, depends only on the row and on the learning
-    rates of the missed steps.
-
-    Args:
-        lr_factors: factors of the tables' learning rates, by name; 1 for other tables.
-        lr: function that returns the learning rate, called in a backward pass.
+    rates of the missed steps. ``lr_factors`` are factors of the tables' learning rates, by name; 1 for other tables. A
+    backward pass calls ``lr``, which returns the learning rate.
     """
 
     def __init__(
@@ -279,7 +276,6 @@ class LookupAdam:
         self.forget(elements + torch.arange(dim, device=row.device), torch.full_like(row, table), row)
 
     def count_step(self) -> None:
-        """Counts a step that a captured CUDA graph has taken."""
         self._step += 1
         if self._captured:
             self.wrapped.statistics.latest = self._captured

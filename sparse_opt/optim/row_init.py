@@ -27,7 +27,6 @@ from .embedding_adam import EmbeddingAdam
 from .lookup_adam import LookupAdam
 
 _CHUNK = 1 << 16
-"""Rows that are reset at a time."""
 
 
 class RowInitializer:
@@ -44,8 +43,6 @@ class RowInitializer:
         tables: names of the model's tables, in the order of :attr:`NewRows.table`; a name that several collections have
             stands for the tables of all of them.
         columns: D, number of leading columns that get random values, of all tables or of each.
-        std: standard deviation of the random values.
-        seed: seed of the random values.
 
     Raises:
         TypeError: ``optimizer`` is another optimizer or a wrapper, or ``tables`` is a string.
@@ -120,10 +117,9 @@ class RowInitializer:
     def reset(self, new_rows: NewRows) -> None:
         """Resets a batch's new rows that this rank stores, immediately before the batch's forward.
 
-        Raises:
-            ValueError: the batch of the previous call has not begun its training step, a batch was looked up before the
-                model was called, rows may belong to ids of waiting backward passes, a table lacks a row, or a table has
-                another optimizer or other lookups now.
+        Raises ValueError: the batch of the previous call has not begun its training step, a batch was looked up before
+        the model was called, rows may belong to ids of waiting backward passes, a table lacks a row, or a table has
+        another optimizer or other lookups now.
         """
         self._require_unchanged()
         self._require_rows(new_rows)

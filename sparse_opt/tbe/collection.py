@@ -95,8 +95,7 @@ def look_up_directly(model: nn.Module) -> None:
 
     TorchRec exchanges ids and rows on one rank too, which costs host time and waits for the device in every step. The
     first forward of a collection stays TorchRec's, which checks the features and finds their order. TorchRec's forward
-    also stays where it does more than this exchange: with several ranks, with column shards, and with mean pooling of
-    row-wise tables.
+    also stays where it does more: with several ranks, column shards, and mean pooling of row-wise tables.
     """
     for collection in ModelInventory(model).collections.values():
         if isinstance(collection, ShardedEmbeddingBagCollection) and only_exchanges(collection):

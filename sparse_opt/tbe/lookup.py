@@ -90,7 +90,6 @@ class TbeLookup:
         return bool(self.module.pooling_mode == PoolingMode.MEAN)
 
     def pool_by(self, *, mean: bool) -> None:
-        """Switches the TBE to means or sums."""
         self.module.pooling_mode = PoolingMode.MEAN if mean else PoolingMode.SUM
 
     def follow_evictions(self, evicted: Callable[[int, Tensor], None]) -> Callable[[], None]:

@@ -28,13 +28,10 @@ def sharded_like_weights(
     """Wraps state of rows into tensors that are sharded, or replicated, like the weights. All ranks call together.
 
     Args:
-        flats: flat tensor of each of this rank's lookups, as in :meth:`TbeLookup.view_of`; the result shares its
-            memory.
+        flats: flat tensor of each lookup here, as in :meth:`TbeLookup.view_of`; the result shares its memory.
         per_row: whether the tensors have one value for each row; only the first column shard's values are then used.
 
-    Returns:
-        A tensor for each table, by the key of the table's weight in the collection's ``state_dict()``, without
-        ``.weight``.
+    Returns a tensor for each table, by the key of its weight in the collection's ``state_dict()`` without ``.weight``.
     """
     by_address: dict[int, Tensor] = {}
     for lookup, flat in zip(lookups, flats, strict=True):

@@ -61,7 +61,6 @@ def id_bucket_rows(ids: np.ndarray, buckets: int, feature: int) -> np.ndarray:
     """Embedding rows of raw ids, int64 [n]; the reserved ids keep their rows.
 
     Args:
-        ids: int64 [n].
         buckets: number of rows for the ids; the table has two reserved rows more.
         feature: number of the ids' feature in the table; equal ids of two features get different rows.
     """

@@ -6,12 +6,11 @@ line of 64 bytes stores the number of the pane in which it was last written besi
 cleared when the line is next written. The cost of a batch is therefore bounded by its ids. The update is conservative
 (Estan and Varghese 2002): among an id's counters in a pane, only those below the new estimate are raised.
 
-An id's estimate is the sum over the panes of the smallest counter. Without a window, the estimate is never below the
-number of the id's occurrences; with a window, it is never below the occurrences that arrived in the last three quarters
-of the window. Counters saturate at 65,535, the largest threshold, so that a saturated counter admits. The estimate
-exceeds the id's occurrences in the panes by more than e * N / W with probability exp(-DEPTH) at most, where N is the
-number of occurrences that the segment counted in the panes and W the number of counters in a row (Cormode and
-Muthukrishnan 2005).
+An id's estimate is the sum over the panes of the smallest counter. The estimate is never below the number of the id's
+occurrences, with a window those in its last three quarters. Counters saturate at 65,535, the largest threshold, so that
+a saturated counter admits. The estimate exceeds the id's occurrences in the panes by more than e * N / W with
+probability exp(-DEPTH) at most, where N is the number of occurrences that the segment counted in the panes and W the
+number of counters in a row (Cormode and Muthukrishnan 2005).
 """
 
 import numpy as np

@@ -1,7 +1,4 @@
-"""Rows of a segment: the hash table from ids to rows, their records, and the queue of free rows.
-
-Compiled by numba without the GIL.
-"""
+"""Rows of a segment: the hash table from ids to rows, their records, and the queue of free rows."""
 
 import numpy as np
 
@@ -18,7 +15,6 @@ GROWTH = 1.25
 
 @compiled(inline="always", error_model="numpy")
 def segment_at(memory, s):
-    """Returns the ``s``-th segment of the rank."""
     location = memory.locations[s]
     table = memory.tables[location.table]
     return Segment(memory.states[s], location, table, memory.records, memory.slots, memory.cells)
@@ -124,7 +120,6 @@ def _rebuild(segment, count):
 
 @compiled(error_model="numpy")
 def rebuild_segments(memory):
-    """Rebuilds the slots of all segments from their records."""
     for s in range(len(memory.states)):
         _rebuild(segment_at(memory, s), memory.states[s].slots)
 
