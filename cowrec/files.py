@@ -171,10 +171,7 @@ def append_line(path: Path, line: bytes, max_bytes: int) -> bool:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Reads the complete lines of both files, while another process may append to them.
-
-    Raises FileNotFoundError if there is neither file.
-    """
+    """Reads the complete lines of both files, to which others may append. Raises FileNotFoundError without any file."""
     newest, oldest = _consistent(path)
     if newest is None and oldest is None:
         raise FileNotFoundError(path)

@@ -1,8 +1,7 @@
 """Configuration, sharded models, training, checkpoints, publishing, serving and the command line.
 
 The names below are the interface for Python; each is what the command of its name does. They are imported on first use
-and print nothing but warnings; ``show_log()`` shows what the commands show. ``cowrec.data_pipeline.prepare`` makes data
-sets.
+and print only warnings; ``show_log()`` shows what commands show. ``cowrec.data_pipeline.prepare`` makes data sets.
 """
 
 from importlib import import_module

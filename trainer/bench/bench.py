@@ -32,7 +32,6 @@ Lines = Sequence[dict[str, Any]]
 PAPER_MINUTES = {1024: 768, 8192: 102, 131072: 9}
 """Ten epochs of Criteo, DeepFM with CowClip on one V100. Source: CowClip (arXiv 2204.06240), Table 5."""
 _INTERRUPTED = "interrupted"
-"""``error`` of a combination that Ctrl-C has ended."""
 
 
 class Combination(NamedTuple):
@@ -107,8 +106,7 @@ def measured_lines(combinations: Iterable[Combination], *, keeps_process: bool) 
     """Measures one combination after the other; yields its line, on the first process.
 
     With ``keeps_process``, on CUDA where torch counts the peak memory, the combinations share a process, which compiles
-    kernels once. On CPU each has its own process, whose peak memory is counted. Processes of torchrun measure
-    themselves.
+    kernels once. On CPU each has a process, whose peak memory is counted. Processes of torchrun measure themselves.
     """
     with Subprocess() as process:
         for combination in combinations:

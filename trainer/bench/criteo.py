@@ -110,7 +110,6 @@ class Case:
     Attributes:
         samples: number of samples of the stream before the measurement.
         last_samples: file with the result of :meth:`CriteoIds.last_samples` for these samples.
-        max_steps: largest number of steps to time.
         seconds: time after which no further step is timed.
     """
 

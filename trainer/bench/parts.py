@@ -1,7 +1,4 @@
-"""Times, memory and parts of training steps, and the least time that this machine could take for a step.
-
-B samples of a batch, U of its distinct rows.
-"""
+"""Times, memory and parts of training steps, and this machine's least time for a step. B samples, U distinct rows."""
 
 import gc
 import logging
@@ -26,7 +23,6 @@ from ..sharded_model.step import CapturedSteps, Pipeline
 UNTIMED_STEPS = {"cpu": 3, "cuda": 10}
 """Number of steps before those that are timed. On CUDA the first ones compile kernels and capture a graph."""
 LEAST_STEPS = 5
-"""Smallest number of steps that are timed."""
 PARTS = ("input", "lookup", "dense", "row_gradients", "clip_and_embedding_update", "dense_update", "other")
 """Parts of a step: loading and distributing the next batch; looking up rows, catch-up of missed steps included; the
 dense network forward and backward, and everything not named here; sums of gradients over a row's ids; L2, clip and
@@ -91,9 +87,8 @@ def step_times(
     On CUDA the host enqueues steps ahead, so the device's time from the end of one step to the end of the next counts.
     ``step`` takes the step of a number, from 0; ``batch_size`` counts the samples of all processes.
 
-    Returns:
-        The values of :func:`speed`; step_seconds of each step; host_ms, processor time of all threads of this process
-        per step; and peak_memory_bytes.
+    Returns the values of :func:`speed`; step_seconds of each step; host_ms, processor time of all threads of this
+    process per step; and peak_memory_bytes.
     """
     marks: list[Any] = []
     stop, host, warmup_steps = inf, 0.0, UNTIMED_STEPS[device.type]
@@ -154,9 +149,8 @@ def profile_steps(
 ) -> tuple[dict[str, float], float | None]:
     """Profiles ``steps`` further steps, none of which is a captured graph.
 
-    Returns:
-        The share of each of :data:`PARTS`, of device time on CUDA and of wall time on CPU; and the kernels and copies
-        that a step runs on the device, None on CPU.
+    Returns the share of each of :data:`PARTS`, of device time on CUDA and of wall time on CPU; and the kernels and
+    copies that a step runs on the device, None on CPU.
     """
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
@@ -198,11 +192,8 @@ def profile_steps(
 def measure_rates(device: torch.device, precision: str, batch_size: int) -> dict[str, float]:
     """Measures the rates that this machine reaches, each the best of several times.
 
-    Source: the roofline model (Williams, Waterman and Patterson 2009).
-
-    Args:
-        precision: "float32", "tf32" or "bfloat16".
-        batch_size: samples of the products on CUDA, where small ones do not fill the device; on CPU 8,192.
+    ``precision`` is "float32", "tf32" or "bfloat16". Products have ``batch_size`` samples on CUDA, where small ones do
+    not fill the device, and 8,192 on CPU. Source: the roofline model (Williams, Waterman and Patterson 2009).
 
     Returns:
         flops_per_second of matrix products of the MLP's size; bytes_per_second, read plus written by a copy of 256 MiB.

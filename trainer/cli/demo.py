@@ -21,13 +21,7 @@ SUMMARY, PLOT, MARKER = "summary.json", "demo.png", ".demo"
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the demo.
-
-    Attributes:
-        name: shown in table and plot, and as the name of the run's folder.
-        times: its batch size over the base batch size.
-        scaling: its scaling rule; None is the default rule.
-    """
+    """One run of the demo: its name in table, plot and folder, its batch size over the base's, and its scaling rule."""
 
     name: str
     times: int
@@ -58,8 +52,7 @@ def command(
 def demo(output: Path, samples: "SynthesizeConfig") -> str:
     """Trains all runs on new samples, in place of those of an earlier call. Returns the table and the files' names.
 
-    Raises:
-        UserError: `output` has files, but none of an earlier demo.
+    Raises UserError: `output` has files, but none of an earlier demo.
     """
     from cowrec.data_pipeline import synthesize
 

@@ -103,7 +103,6 @@ Keep = Annotated[
 
 
 def kept_columns(keep: Sequence[str] | None) -> list[str]:
-    """The columns of all --keep."""
     return [column for columns in keep or () for column in parse_list(columns)]
 
 

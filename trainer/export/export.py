@@ -1,7 +1,4 @@
-"""Export of a trained model to files that suffice for predictions, without training data and without code in them.
-
-:mod:`.manifest` describes the folder.
-"""
+"""Export of a trained model to the files of :mod:`.manifest`, which suffice for predictions and contain no code."""
 
 import io
 import shutil
@@ -134,7 +131,6 @@ def write_export(
     """Writes an export; the folder appears complete or not at all.
 
     Args:
-        output: a new or empty folder.
         vocabulary: folder with the vocabularies of fields; it need not exist.
         dense: the network's weights, from :func:`dense_weights`.
         tables: consumed one by one, so that only one has to be in memory.
@@ -177,8 +173,7 @@ def exported_network(network: nn.Module, config: ModelConfig, schema: Schema) ->
 
     With sequences, ``(rows [B, K, P], lengths [B, sequences])`` takes the place of the rows; see `build_network`.
 
-    Raises:
-        UserError: torch cannot export a network of the user's own.
+    Raises UserError: torch cannot export a network of the user's own.
     """
     samples = torch.export.Dim("samples")
     rows, any_samples = torch.zeros(3, len(schema.keys), _row_width(config, schema)), {0: samples}

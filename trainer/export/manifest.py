@@ -59,10 +59,8 @@ class Manifest:
     Attributes:
         logits_error: largest absolute difference between the logits of network.pt2 on the stored tables and those of
             the trained model, on a probe of random rows, one for each field.
-        step: training steps taken.
         sample_time: newest sample trained on, Unix seconds; None if samples have no time.
         files: size in bytes and SHA-256 of every other file, by its path in the folder.
-        versions: versions of the libraries that wrote the export.
         code: code of the network, if it is the user's own.
     """
 
@@ -85,8 +83,7 @@ class Manifest:
     def load(folder: Path) -> "Manifest":
         """Reads ``folder/manifest.json`` and verifies the checksum of every other file.
 
-        Raises:
-            UserError: the manifest is missing, damaged or of another format, or another file is damaged.
+        Raises UserError: the manifest is missing, damaged or of another format, or another file is damaged.
         """
         path = folder / MANIFEST
         try:
@@ -130,19 +127,14 @@ def fingerprint(folder: Path, model: ModelConfig, tables: Mapping[str, TableMani
 
 
 def quantise(rows: Tensor, precision: Precision) -> dict[str, Tensor]:
-    """Converts rows to the form in which they are stored.
+    """Converts rows, float32 [n, P], to the form in which they are stored.
 
     Float16 rounds to nearest. Int8 stores ``round(row / scale)`` with ``scale = max |row| / 127``, so the error is at
     most half a scale.
 
-    Args:
-        rows: float32 [n, P].
+    Returns ``rows`` [n, P] in that precision and, for int8, ``scale`` float32 [n], 0 for rows of zeros.
 
-    Returns:
-        ``rows`` [n, P] in that precision and, for int8, ``scale`` float32 [n], 0 for rows of zeros.
-
-    Raises:
-        UserError: a value cannot be represented in the precision.
+    Raises UserError: a value cannot be represented in the precision.
     """
     if precision == "float32":
         return {"rows": rows.contiguous()}

@@ -1,7 +1,4 @@
-"""Statistics of the clip rule during training: each table's share of clipped rows and its limits' distance.
-
-P processes, T tables.
-"""
+"""Statistics of the clip in training: the share of clipped rows and the limits' distance. P processes, T tables."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, nan

@@ -1,7 +1,4 @@
-"""Quality of predictions: of labels, and expected under known true probabilities; by numpy, in float64.
-
-R samples, T tasks, U distinct scores.
-"""
+"""Quality of predictions, by labels and by known true probabilities, in float64. R samples, T tasks, U scores."""
 
 import dataclasses
 import math
@@ -54,9 +51,7 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationBins:
-    """Samples in at most ``BINS`` bins of ascending predictions and of nearly equal weight.
-
-    Equal predictions are in one bin.
+    """Samples in at most ``BINS`` bins of ascending predictions and nearly equal weight; equal predictions share one.
 
     Attributes:
         lower, upper: lowest and highest prediction of each bin.
@@ -87,8 +82,7 @@ class Quality:
 
     Where samples have weights, all means and pairs are weighted. A sample whose label is a rate y between 0 and 1
     counts as a click of y times its weight and another sample of 1 - y times its weight. The expected values, without
-    weights, are means over all labels that the true probabilities p could have given. They are None where p is not
-    known.
+    weights, are means over all labels that the true probabilities p could have given. They are None without p.
 
     Attributes:
         auc: area under the ROC curve, exact (no binning); NaN where the samples have one class only.
@@ -102,14 +96,12 @@ class Quality:
         effective_clicks, effective_others: Kish's effective numbers of samples of each class: (sum of weights)^2 / (sum
             of their squares), the number of samples where they have no weights; of rates at most that number.
         calibration_bins: bins of the complete split.
-        expected_auc: probability that a click's logit exceeds another sample's, over labels drawn with p; see
-            :func:`measure`.
+        expected_auc: probability that a click's logit exceeds another's, over labels drawn with p; see :func:`measure`.
         expected_logloss: mean of -(p log q + (1 - p) log(1 - q)) for predictions q.
         excess_logloss: expected_logloss less that of q = p: the mean Kullback-Leibler divergence of q from p.
         by_id_counts: quality of each third of the samples; see :func:`id_count_thirds`.
         newest: quality of the newest tenth of a test split by time.
-        over_time: quality of each tenth of a test split with times, by its first time in Unix seconds; see
-            :func:`tenths_by_time`.
+        over_time: quality of each tenth of a test split by its first time, Unix seconds; see :func:`tenths_by_time`.
         by_task: quality of each of several tasks; the other values are those of the main one.
     """
 
@@ -157,9 +149,7 @@ GAP = 0.01
 def auc_remark(values: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) -> str | None:
     """Returns a sentence for a run whose AUC fell in later epochs, or is too good to be true; None for others.
 
-    Args:
-        values: measures of the test split.
-        epochs: measures after each epoch up to that of ``values``.
+    ``values`` are measures of the test split, and ``epochs`` those after each epoch up to that of ``values``.
     """
     if values["auc"] > PERFECT:
         return (
@@ -187,7 +177,6 @@ def curve_remark(
         epochs: measures after each epoch.
         losses: mean training loss of each epoch.
         few_steps: number of steps below which a run shows how short it is.
-        most_epochs: the largest number of epochs of the run.
     """
     measured = [epoch for epoch in epochs if math.isfinite(epoch.get("validation_logloss") or math.nan)]
     if not measured:
@@ -311,14 +300,10 @@ def group_aucs(logits: np.ndarray, label: np.ndarray, weight: np.ndarray, groups
     A pair weighs the product of its two weights; one of equal logits counts half.
 
     Args:
-        logits: float32 [R].
-        label: from 0 to 1, float64 [R].
-        weight: at least 0, float64 [R].
+        logits, label, weight: float32, float64 and float64 [R]; labels from 0 to 1, weights of at least 0.
         groups: group of each sample, int64 [R], in [0, count).
-        count: number of groups, G.
 
-    Returns:
-        float64 [G], NaN for a group without a pair.
+    Returns float64 [count], NaN for a group without a pair.
     """
     if not len(logits):
         return np.full(count, nan)
@@ -344,9 +329,7 @@ def group_ranks(logits: np.ndarray, label: np.ndarray, groups: np.ndarray, count
     DCG is the sum of label / log2(1 + rank), ranks counted from 1 (Järvelin and Kekäläinen 2002), and NDCG its share of
     the largest possible one. Samples of equal logits share the mean of their discounts, as in scikit-learn's
     ``ndcg_score``. The reciprocal rank is that of the first sample with a click, which stands behind other samples of
-    its logit.
-
-    Arguments are those of :func:`group_aucs`. Returns two float64 [G]; NaN for a group without a click.
+    its logit. Arguments are those of :func:`group_aucs`. Returns two float64 [count]; NaN for a group without a click.
     """
     ndcg, reciprocal = np.full(count, nan), np.full(count, nan)
     if not len(logits):

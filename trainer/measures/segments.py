@@ -117,13 +117,8 @@ class Segments:
 def id_count_thirds(data_dir: Path, split: str, train_rows: int | None = None) -> np.ndarray:
     """Divides a split by the mean over fields of log(1 + occurrences of the sample's id in training).
 
-    Samples with equal means are in one third.
-
-    Args:
-        train_rows: number of training samples, the first ones, in which ids are counted; by default all.
-
-    Returns:
-        Index into ``THIRDS`` of each sample in the stored order, int8 [R].
+    Only the first ``train_rows`` training samples count, by default all. Samples with equal means are in one third.
+    Returns the index into ``THIRDS`` of each sample in the stored order, int8 [R].
     """
     values = log_id_counts(data_dir, split, [field.name for field in Schema.load(data_dir).sparse], train_rows)
     first, second = (-(-len(values) * part // 3) - 1 for part in (1, 2))
@@ -135,9 +130,8 @@ def id_count_thirds(data_dir: Path, split: str, train_rows: int | None = None) -
 def tenths_by_time(data_dir: Path, split: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Divides a split into at most ten parts by time; samples of one time are in one part.
 
-    Returns:
-        Part of each sample in the stored order, from 0, the oldest, int64 [R]; and the first time of each part, Unix
-        seconds, int64. None where the samples have no times.
+    Returns the part of each sample in the stored order, from 0, the oldest, int64 [R]; and the first time of each part,
+    Unix seconds, int64. The result is None where the samples have no times.
     """
     schema = Schema.load(data_dir)
     if not schema.timed or not schema.split(split).rows:

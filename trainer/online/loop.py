@@ -362,8 +362,7 @@ class Turn:
 class Turns:
     """The turns of a run, decided by the first process, which alone reads; all processes call each method together.
 
-    Attributes:
-        seconds: CPU time that the first process's thread takes to read, encode and share out samples.
+    ``seconds`` is the CPU time that the first process's thread takes to read, encode and share out samples.
     """
 
     def __init__(self, stream: SampleStream | None, schema: Schema, process: Process) -> None:

@@ -234,11 +234,8 @@ class ProgressiveQuality:
     """Collects predictions and computes a window's quality once a sample of a later window arrives.
 
     A sample that arrives after its window was closed counts in the open window. So that memory and snapshots stay
-    small, a window is also closed, and goes on as another one, after ``most`` samples.
-
-    Args:
-        window: length in seconds.
-        most: samples that are kept at once, but for those of the last batch.
+    small, a window is also closed, and goes on as another one, after ``most`` samples. ``window`` is a length in
+    seconds.
     """
 
     def __init__(self, window: int, most: int = 1 << 22):
@@ -278,7 +275,6 @@ class ProgressiveQuality:
 
     @property
     def is_empty(self) -> bool:
-        """True if the open window has no samples."""
         return not self._parts
 
     def _samples(self) -> Samples:
@@ -313,9 +309,7 @@ def metrics_endpoint(host: str, port: int, read: Readings, is_alive: Callable[[]
 
     ``read`` and ``is_alive`` are called for each request, in that thread; ``/livez`` is 503 if the run is not alive.
 
-    Raises:
-        ValueError: prometheus_client is not installed.
-        OSError: it cannot listen there.
+    Raises ValueError: prometheus_client is not installed; OSError: it cannot listen there.
     """
     try:
         from prometheus_client import make_wsgi_app

@@ -52,9 +52,7 @@ class OnlinePublication:
     All processes call each method together, unless it says otherwise. The first one writes. ``run_dir`` receives the
     export, unless it has one.
 
-    Raises:
-        ValueError: the target does not work.
-        OSError: the export cannot be written.
+    Raises ValueError: the target does not work; OSError: the export cannot be written.
     """
 
     def __init__(self, url: str, state: TrainState, run_dir: Path) -> None:
@@ -154,8 +152,7 @@ class OnlinePublication:
     def _ids(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Dirty rows of a table that have ids, with their ids and the numbers of their fields, and what was deleted.
 
-        Returns:
-            int64 [3, n], the rows ascending, and ids and fields, int64 [2, m]; on the first process those of all.
+        Returns int64 [3, n], the rows ascending, and ids and fields, int64 [2, m]; on the first process those of all.
         """
         assert self._state.id_tables is not None
         expired = self._state.id_tables.expired_rows(name)  # an export leaves them out too

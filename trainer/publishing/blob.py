@@ -43,8 +43,7 @@ class TableChange:
         ids: int64 [n]: row numbers, or the raw ids of a collisionless table, whose reserved rows are 0 and 1.
         rows: float32 [n, P].
         deleted: int64 [m], ids of a collisionless table that no longer have a row.
-        feature, deleted_feature: int64 [n] and [m] where several fields share a collisionless table: number of each
-            id's field among them.
+        feature, deleted_feature: int64 [n] and [m] where fields share a collisionless table: number of each id's field.
     """
 
     ids: NDArray[np.int64]
@@ -59,9 +58,7 @@ class Change:
     """Changes of a model, or in a full version all of it.
 
     Attributes:
-        step: training steps taken.
         sample_time: newest sample trained on, Unix seconds; None where samples have no time.
-        tables: by name.
         dense: float weights of the network by name; empty where they are not included.
     """
 
@@ -72,7 +69,6 @@ class Change:
 
     @property
     def num_rows(self) -> int:
-        """Number of written rows, over all tables."""
         return sum(len(table.ids) for table in self.tables.values())
 
     def without_deleted(self) -> "Change":
@@ -130,9 +126,7 @@ def encode(blob: Blob) -> bytes:
 def decode(blob: bytes) -> Blob:
     """Decodes the bytes of :func:`encode`, after verifying their checksum; the arrays share their memory.
 
-    Raises:
-        DamagedBlob: bytes are missing or differ from what was published.
-        OtherFormat: another format.
+    Raises DamagedBlob: bytes are missing or differ from what was published; OtherFormat: another format.
     """
     with pa.ipc.open_stream(pa.py_buffer(_verified(blob))) as stream:
         about, batch = json.loads(stream.schema.metadata[b"about"]), stream.read_next_batch()

@@ -37,8 +37,7 @@ class VersionReader:
         version, lineage: of the last version that was read; 0 and "" before the first.
         damaged_because: why a blob was not readable, since a version was last read.
         is_empty: whether the target answered the last poll and had no version.
-        caught_up: whether the last version that was read, and since dealt with, was the newest that the target listed
-            when it last answered.
+        caught_up: whether the last version that was read, and since dealt with, was the newest that the target listed.
         waits_for_full: whether the newest version cannot be reached, because blobs before it are damaged or missing.
     """
 
@@ -59,8 +58,7 @@ class VersionReader:
         return f"a read has taken {waited:.0f} seconds so far" if waited > DEADLINE else self._error
 
     def refuse(self, *, was_read: bool) -> None:
-        """Makes :meth:`versions` stay at the version before the last one; a full one that is ahead is read
-        nevertheless.
+        """Makes :meth:`versions` stay at the version before the last one, until a full one is ahead.
 
         If the last version was not even read, the one after it is refused.
         """
@@ -158,8 +156,7 @@ class VersionFollower:
         apply: updates the model to a version. Raises ValueError if the version does not fit the model.
         on_refused: called for each version that was not applied.
 
-    Raises:
-        ValueError: the URL is not that of a target.
+    Raises ValueError: the URL is not that of a target.
 
     Attributes:
         url: of the target, without credentials.

@@ -73,9 +73,8 @@ class Publisher:
     def publish(self, change: Change, everything: Change | None = None) -> None:
         """Queues the next version and returns at once. The caller must not modify the arrays afterwards.
 
-        Args:
-            change: rows written and ids deleted since the last call.
-            everything: the complete model as it is now, if :attr:`wants_full`.
+        ``change`` has the rows written and ids deleted since the last call, and ``everything``, if :attr:`wants_full`,
+        the complete model as it is now.
         """
         with self._state:
             assert not self._closed
@@ -217,9 +216,7 @@ class Publisher:
             self._version = max(self._version, version)
 
     def _remove_old(self, keep: int) -> int:
-        """Removes all blobs before the last ``keep`` full versions; returns how many. The oldest go first: no chain has
-        a gap.
-        """
+        """Removes all blobs before the last ``keep`` full versions, the oldest first, so that no chain has a gap."""
         blobs = self._target.blobs()
         full = [version for version, kind in blobs if kind == "full"]
         old = [blob for blob in blobs if len(full) >= keep and blob < (full[-keep], "full")]

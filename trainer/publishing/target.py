@@ -53,9 +53,8 @@ def open_target(url: str, *, publishing: bool = False) -> Target:
     NAME, by default "cowrec", separates the publications in one Redis. With ``publishing`` a directory is created and
     locked against other publishers.
 
-    Raises:
-        UserError: another process publishes to the directory, Redis refuses the password or is a Cluster, or the URL is
-            invalid.
+    Raises UserError: another process publishes to the directory, Redis refuses the password or is a Cluster, or the URL
+    is invalid.
     """
     if split_url(url).scheme in REDIS_SCHEMES:
         return RedisTarget(url, publishing=publishing)

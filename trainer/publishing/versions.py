@@ -15,13 +15,7 @@ from .target import Target, open_target
 
 @dataclass(frozen=True)
 class ListedVersion:
-    """One blob of a target.
-
-    Attributes:
-        size: in bytes.
-        blob: without its tables and weights; None if it cannot be read.
-        problem: why it cannot be read.
-    """
+    """One blob of a target: its ``size`` in bytes and the ``blob`` without tables and weights, or its ``problem``."""
 
     version: int
     kind: Kind
@@ -33,9 +27,7 @@ class ListedVersion:
 def list_versions(url: str) -> list[ListedVersion]:
     """Reads all versions of a target, the oldest first.
 
-    Raises:
-        ValueError: there are none, or the URL is not that of a target.
-        OSError: the target cannot be reached.
+    Raises ValueError: there are none, or the URL is not that of a target; OSError: the target cannot be reached.
     """
     with closing(open_target(url)) as target:
         return _listed(target, url)

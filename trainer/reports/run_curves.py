@@ -19,7 +19,6 @@ from .text_table import aligned, number_text
 
 FORMATS = ("png", "svg", "pdf")
 _SMOOTHED = 40
-"""Points of a smoothed curve."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,7 @@ def _lines(metrics: Path) -> list[dict[str, Any]]:
 
 
 def curves_table(runs: Sequence[RunCurves], baselines: Sequence[dict[str, Any]] = ()) -> str:
-    """Makes a table of AUC and logloss: a line for each run, after its last epoch and its best one, and each baseline.
-
-    The baselines are from :func:`read_baselines`.
-    """
+    """Makes a table of AUC and logloss: for each run after its last epoch and its best one, and for each baseline."""
     rows = [["run", "epochs", "last AUC", "best (epoch)", "last logloss", "best (epoch)", "calibration", "samples/s"]]
     for run in runs:
         of_epochs = [run.by_epoch(key) for key in ("auc", "logloss", "calibration")]

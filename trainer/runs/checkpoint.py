@@ -72,13 +72,11 @@ class Progress:
     """Progress of a run at a checkpoint.
 
     Attributes:
-        step: training steps taken.
         epoch: epochs finished and evaluated.
         epoch_step: steps taken in the current epoch.
         device: kind of device, "cpu" or "cuda"; each has its own order of the samples of an epoch.
         epochs: measurements after each epoch.
-        training: for each epoch that has begun, the number of measured steps, the sum of their losses, and their
-            seconds.
+        training: for each epoch that has begun, the number of measured steps, their summed loss, and their seconds.
         samples, seconds: samples trained on so far, and the duration of their steps.
         clip: [rows, clipped rows] of each table so far; empty without a clip.
         set_aside: number of batches that would have made the state non-finite, and were not trained on.
@@ -97,10 +95,7 @@ class Progress:
 
 
 def best_epoch(epochs: Sequence[dict[str, Any]], metric: str) -> dict[str, Any] | None:
-    """Returns the first epoch with the best "auc" or "logloss" of validation samples, else of the test split.
-
-    None if no epoch has a finite value.
-    """
+    """Returns the first epoch with the best finite "auc" or "logloss" of validation samples, else of the test split."""
     sign = 1 if metric == "auc" else -1
     values = [(epoch.get(f"validation_{metric}", epoch.get(metric)), epoch) for epoch in epochs]
     known = [(sign * value, epoch) for value, epoch in values if value is not None and isfinite(value)]
@@ -125,7 +120,6 @@ class Checkpoints:
     """Writer of a run's checkpoints. All processes make the same calls together.
 
     Attributes:
-        folder: local folder of the checkpoints.
         fetch: gets files of them that this host lacks.
         latest: the newest checkpoint known to be complete.
         failures: checkpoints that could not be written, since the process started.
@@ -369,10 +363,8 @@ def find_checkpoint(
 ) -> tuple[Path, Progress] | None:
     """Finds the newest intact checkpoint of a run, or that of a step; None where there is none.
 
-    All processes call together, and each verifies a part of the files. The first one warns of skipped checkpoints.
-
-    Args:
-        best_by: "auc" or "logloss", if the checkpoint after the best epoch is to be tried first.
+    All processes call together, and each verifies a part of the files. The first one warns of skipped checkpoints. With
+    ``best_by``, "auc" or "logloss", the checkpoint after the best epoch is tried first.
 
     Raises:
         UserError: all checkpoints are damaged, or one is of another format; or that of the step is missing or damaged.
@@ -439,12 +431,9 @@ def choose_checkpoint(
 ) -> tuple[Path, Progress]:
     """Chooses the checkpoint whose weights a command uses; the first process logs it. All processes call together.
 
-    Args:
-        keep_best: `checkpoint.keep_best` of the run.
-        checkpoint: "latest", "best", or a step; "" for "best" where the run keeps it.
+    ``checkpoint`` is "latest", "best" or a step; "" means "best" where the run keeps it (``keep_best``).
 
-    Raises:
-        UserError: there is no such checkpoint, no best epoch, or all are damaged.
+    Raises UserError: there is no such checkpoint, no best epoch, or all are damaged.
     """
     checkpoint = str(checkpoint)  # in Python, a step is a number
     if checkpoint not in ("", "latest", "best") and not checkpoint.isdecimal():

@@ -42,7 +42,6 @@ def rank_of(name: str) -> int | None:
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> dict[str, tuple[int, str]]:
-    """Computes the entries of a manifest for files of a folder."""
     ordered = sorted(files)
     sums = zip(ordered, ordered_map(checksum, ordered), strict=True)
     return {str(file.relative_to(folder)): (file.stat().st_size, sha256) for file, sha256 in sums}

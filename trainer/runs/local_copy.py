@@ -28,9 +28,7 @@ def local_copy(
         shards: whether to copy the shards of a data set, too; otherwise they are copied when they are read.
         copied: chooses files by their names.
 
-    Raises:
-        UserError: there is no such folder in the object store.
-        OSError: the object store does not answer.
+    Raises UserError: there is no such folder in the object store; OSError: the object store does not answer.
     """
     if not is_remote(place):
         return local_path(place)
@@ -72,8 +70,7 @@ def written_folder(place: Place, *, last: str) -> Iterator[Path]:
 def cache_folder(uri: str, purpose: str = "") -> Path:
     """Returns the local folder for a copy of a folder in an object store.
 
-    It is in $COWREC_CACHE, by default `~/.cache/cowrec` ($XDG_CACHE_HOME/cowrec), and may be removed when no process
-    uses it.
+    It is in $COWREC_CACHE, by default `~/.cache/cowrec` ($XDG_CACHE_HOME/cowrec), and may be removed while unused.
     """
     try:
         parent = Path(
@@ -120,10 +117,7 @@ class RunPlace:
     On several hosts each host has a copy, without the shards of checkpoints: a process uploads the shards that it
     wrote, and fetches those that it reads.
 
-    Attributes:
-        name: the place, for messages.
-        folder: the local folder.
-        is_shared: whether all processes of the run have this folder.
+    ``name`` is the place, for messages, and ``is_shared`` tells whether all processes of the run have this folder.
 
     Raises:
         UserError: the folder in the object store is not empty and not resumed, or is in use on this machine; or this
@@ -199,10 +193,7 @@ class RunPlace:
         return first == ours  # which has the time of the run's first step
 
     def upload_shards(self, checkpoint: Path, rank: int) -> Files:
-        """Uploads the shards that a process wrote to an unfinished checkpoint, and removes them from this host.
-
-        Returns their entries in a manifest.
-        """
+        """Uploads a process's shards of an unfinished checkpoint, and removes them here; returns their entries."""
         assert self._remote
         own = list(checkpoint.glob(f"__{rank}_*"))
         within = str(checkpoint.relative_to(self.folder).with_suffix(""))

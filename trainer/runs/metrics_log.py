@@ -40,8 +40,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         path: the run's folder; None on ranks other than the first, which write nothing.
         step: step that the run continues from; metrics of later steps are removed because it takes those steps again.
         set_aside: number of batches set aside until then; lines of later ones are removed, too.
-        max_bytes: size at which ``metrics.jsonl`` becomes ``metrics.jsonl.1`` and TensorBoard's files but the newest
-            are removed; 0: never.
+        max_bytes: size at which ``metrics.jsonl`` becomes ``.1`` and TensorBoard's older files are removed; 0: never.
         may_drop: whether metrics are left out, with one warning, while the disk is full.
     """
 
@@ -125,13 +124,7 @@ def _drop_after(metrics: Path, step: int, set_aside: int) -> int:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Facts of a run that a tracker gets at its beginning.
-
-    Attributes:
-        folder: the run's folder, whose name is the run's.
-        config: every setting, by ``section.key``.
-        tags: commit, versions and hardware.
-    """
+    """What a tracker gets of a run: the folder, every setting by ``section.key``, and commit, versions and hardware."""
 
     folder: Path
     config: Mapping[str, Any]

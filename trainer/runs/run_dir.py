@@ -34,7 +34,6 @@ from ..runtime.processes import Process, from_first, on_first
 CONFIG, REPORT, CHECKPOINTS = "config.toml", "report.json", "checkpoints"
 METRICS, BOARD, VOCABULARY, JOURNAL = "metrics.jsonl", "tensorboard", "vocabulary", "journal"
 MALFORMED = "malformed.jsonl"
-"""Samples of a stream that were malformed."""
 FITTED = "data"
 """Name of a table's file, schema file and data set that `fit` makes there before the run begins."""
 _MAY_CHANGE = {
@@ -166,8 +165,7 @@ def _difference_of_settings(one: Mapping[str, Any], other: Mapping[str, Any]) ->
 def require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema, *, restored: bool = False) -> None:
     """Raises UserError if the data were prepared with other ids or dense scales than the run's.
 
-    Args:
-        restored: whether a vocabulary that is missing or damaged in the run's folder is copied there again.
+    If ``restored``, a vocabulary that is missing or damaged in the run's folder is copied there again.
     """
     different = None
     hashed = any(field.encoding in ("hash", "raw") for field in run.sparse)
@@ -288,8 +286,7 @@ class OwnCode:
         key: key of the configuration that names it.
         name: "module:name".
         folder: folder in which Python found the module.
-        files: SHA-256 of the imported files of the module's package, or of those beside the module, by their paths in
-            the folder.
+        files: SHA-256 of the imported files of the module's package, or of those beside it, by path in the folder.
     """
 
     key: str

@@ -57,12 +57,9 @@ class Process:
 def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Process]:
     """Joins the process group (nccl on CUDA, gloo on CPU); leaves it at the end, unless an error occurs.
 
-    Args:
-        device: "cpu", "cuda" or "auto".
-        timeout_seconds: time after which a process that keeps the others waiting counts as hung.
+    ``device`` is "cpu", "cuda" or "auto". A process that keeps others waiting for ``timeout_seconds`` counts as hung.
 
-    Raises:
-        UserError: this process has no GPU for "cuda", processes cannot connect, or a group exists already.
+    Raises UserError: this process has no GPU for "cuda", processes cannot connect, or a group exists already.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")

@@ -222,8 +222,7 @@ def set_product_precision(precision: str, device: torch.device) -> None:
 def embedding_optimizer(plan: RunPlan, model: nn.Module) -> EmbeddingAdam | LookupsHandle | None:
     """Attaches the clip rule and the optimizer to a sharded model's tables; wide weights are not clipped.
 
-    Returns the optimizer. Where FBGEMM's fused optimizer updates the tables, it returns the handle of the clip, or None
-    without a clip and L2.
+    Returns the optimizer; under FBGEMM's fused optimizer the handle of the clip, or None without a clip and L2.
     """
     config, hyperparameters, rule = plan.config, plan.scaled.hyperparameters, plan.scaled.clip
     columns = {spec.name: spec.embedding_dim for spec in plan.tables}
@@ -443,9 +442,8 @@ def _memory_for_weights(config: RunConfig, process: Process) -> int | None:
 def describe_sharding(model: DistributedModelParallel, bags: Sequence[EmbeddingBagConfig]) -> dict[str, Any]:
     """Describes the plan of a sharded model, largest table first; bytes count the float32 weights.
 
-    Returns:
-        ``{"ranks": P, "bytes_of_rank": [P], "tables": {name: {"kind", "rows", "columns", "bytes_of_rank": {rank:
-        bytes}}}}``.
+    Returns ``{"ranks": P, "bytes_of_rank": [P], "tables": {name: {"kind", "rows", "columns", "bytes_of_rank": {rank:
+    bytes}}}}``.
     """
     world_size = dist.get_world_size()
     tables, of_bag = dict[str, Any](), {bag.name: bag for bag in bags}

@@ -40,13 +40,10 @@ from .run_plan import (
 def check_run(config: RunConfig, schema: Schema, process: Process, *, stream: bool = False) -> None:
     """Checks that a run can start; all processes decide alike.
 
-    Args:
-        config: configuration with a batch size, rates and L2, see :func:`with_defaults`.
-        schema: schema of the data set, whose fields a stream has too.
-        stream: whether samples come from a stream, which has no splits and no epochs.
+    ``config`` has a batch size, rates and L2, see :func:`with_defaults`. A ``stream`` has the fields of the data set,
+    and no splits and epochs.
 
-    Raises:
-        UserError: two settings exclude each other, or one does not suit the data or the processes.
+    Raises UserError: two settings exclude each other, or one does not suit the data or the processes.
     """
     check_settings(config)
     check_scaled_decay(config)

@@ -1,7 +1,4 @@
-"""Id translation: it replaces a batch's ids by rows of the embedding tables before the model runs.
-
-B samples, F keys of fields, V ids of a batch.
-"""
+"""Id translation: replaces a batch's ids by rows of the tables. B samples, F keys of fields, V ids of a batch."""
 
 from dataclasses import replace
 from typing import Any
@@ -41,15 +38,10 @@ class IdTranslation:
     Runs with id tables therefore use a pipeline that does not read ahead; see :func:`pipeline_of`. Hashed ids and
     :meth:`lookup` have no state and may be translated ahead.
 
-    All processes make the same calls together.
+    All processes make the same calls together. ``adam`` is None where FBGEMM's fused optimizer trains the tables.
 
-    Args:
-        model: the sharded model, whose rows are initialized.
-        adam: optimizer of its tables, None where FBGEMM's fused optimizer trains them.
-
-    Attributes:
-        tables: the id tables, None without collisionless tables.
-        translates: whether the ids of some table are not rows already; otherwise batches stay as they are.
+    ``tables`` are the id tables, None without collisionless tables. ``translates`` tells whether the ids of some table
+    are not rows already; otherwise batches stay as they are.
     """
 
     def __init__(self, plan: RunPlan, model: nn.Module, adam: EmbeddingAdam | None) -> None:

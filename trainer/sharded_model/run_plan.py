@@ -103,7 +103,6 @@ class RunPlan:
         kinds: kind of sharding of each table; "auto" where TorchRec's planner decides.
         train_rows: number of samples that are trained on; the others of the training split are for validation.
         epoch_steps, steps: number of steps of an epoch, and of the whole run.
-        schedule: learning rates by step.
         scaled: values at the batch size of the run.
     """
 
@@ -131,13 +130,10 @@ class RunPlan:
     ) -> "RunPlan":
         """Derives the plan of settings that :func:`check_run` admits.
 
-        Args:
-            schema: schema of the run's data; without a training split the run has no epochs.
-            schedule: by default the schedule of epochs of the data set.
-            bags: by default those of the schema's fields.
+        Without a training split the run has no epochs. ``schedule`` is by default that of the epochs of the data set,
+        and ``bags`` are those of the schema's fields.
 
-        Raises:
-            UserError: `[id_table]` names an unknown field.
+        Raises UserError: `[id_table]` names an unknown field.
         """
         tables = tuple(table_specs(schema, config))
         bags = tuple(embedding_tables(schema, tables) if bags is None else bags)
@@ -180,7 +176,6 @@ class LrSchedule:
     Attributes:
         warmup_steps: W, steps over which the network's rate rises linearly, as in the CowClip reference:
             ``1e-8 + (lr - 1e-8) * min(k, W) / W``.
-        lr_decay: `optimizer.lr_decay`.
         decay_steps: T, steps of the whole run for "linear", ``1 - k / T``, and for "cosine",
             ``(1 + cos(pi * k / T)) / 2`` (arXiv 1608.03983, equation 5, without restarts). Where lr_decay is a number
             of epochs, T is their steps, and the share is ``0.1 ** floor(k / T)``.

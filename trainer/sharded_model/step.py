@@ -1,7 +1,4 @@
-"""A training step: the model with its loss, the optimizer of the network, and the pipelines that take the step.
-
-B samples of this process, T tasks.
-"""
+"""A training step: model and loss, the network's optimizer, and the pipelines. B samples of this process, T tasks."""
 
 import dataclasses
 import gc
@@ -89,8 +86,7 @@ class MeanLoss(nn.Module):
         task_weights: weight of each of T > 1 tasks. The loss is then the sum over the tasks of the weight times the
             mean over the samples of the global batch whose label is known; 0 for a task without such samples.
 
-    Attributes:
-        tell_samples: called in every forward with the number of samples of the step's global batch, where it is set.
+    ``tell_samples``, where it is set, is called in every forward with the number of samples of the step's global batch.
     """
 
     tell_samples: Callable[[int], None] | None = None
@@ -165,8 +161,7 @@ class DenseAdam:
 
     Pipelines call it like a torch.optim.Optimizer; it takes a fifth of the host time of torch's Adam.
 
-    Args:
-        admits: called once the gradients of a step are complete; False leaves the step out.
+    ``admits`` is called once the gradients of a step are complete; False leaves the step out.
     """
 
     def __init__(
@@ -353,11 +348,8 @@ class CapturedSteps(SequentialSteps):
     steps do so too, and a warning says why; no step is lost or taken twice. Results do not depend on the capture.
 
     A replayed step copies the batch to fixed memory, launches the graph and copies its results out. The graph reads all
-    values that change from step to step: see :meth:`DenseAdam.prepare` and :meth:`GraphedSteps.prepare`.
-
-    Args:
-        model: a TrainTask, sharded, on one process; every sample has one id in each field.
-        adam: optimizer of its tables.
+    values that change from step to step: see :meth:`DenseAdam.prepare` and :meth:`GraphedSteps.prepare`. ``model`` is a
+    sharded TrainTask on one process; every sample has one id in each field.
     """
 
     def __init__(

@@ -17,7 +17,6 @@ from .build import dense_parameters, dense_tensors
 LARGEST_GRADIENT = 1e10
 """A gradient of a larger norm counts as not finite: squares of sums over the ids of a batch might not fit float32."""
 _PART = 1 << 22
-"""Numbers that are looked at together."""
 
 
 class StepGuard:
@@ -27,13 +26,8 @@ class StepGuard:
     :meth:`admits`, which looks at the loss and all gradients. It either runs the rest of the backward pass, in which
     tables are updated, or drops the step and restores the buffers of the network, such as the means of a BatchNorm.
     Steps that are taken are bit-identical to those without a guard. Each step waits for the device once. All processes
-    drop a step together.
-
-    Args:
-        model: a TrainTask, sharded, whose lookups have their optimizers.
-
-    Attributes:
-        reason: why the latest step was dropped; "" if it was taken.
+    drop a step together. ``model`` is a sharded TrainTask whose lookups have their optimizers. ``reason`` tells why the
+    latest step was dropped; it is "" if the step was taken.
     """
 
     def __init__(self, model: nn.Module, process: Process) -> None:
@@ -116,10 +110,7 @@ def _reason(names: list[str], values: list[float]) -> str:
 
 
 def not_finite(state: Mapping[str, Any], process: Process) -> str:
-    """Finds the name of a weight or moment that is not finite on some process; "" if all are finite, on every process.
-
-    All processes call together.
-    """
+    """Names a weight or moment that is not finite on some process; "" if none is. All processes call together."""
     found = next((name for name, values in _floating(state) if not _is_finite(values)), "")
     if process.world_size == 1:
         return found

@@ -1,7 +1,4 @@
-"""What LightGBM and logistic regression reach on a prepared data set, to compare with the quality of a run.
-
-R samples, F fields, N numbers.
-"""
+"""LightGBM and logistic regression on a prepared data set, to compare with runs. R samples, F fields, N numbers."""
 
 import json
 import time
@@ -35,12 +32,7 @@ HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class Part:
-    """Samples of a split, with the columns of their features.
-
-    Attributes:
-        table: columns of the numbers and fields, as they are stored, R rows.
-        label, weight: float64 [R]; labels from 0 to 1, NaN for one that is unknown.
-    """
+    """Samples of a split: columns of features as they are stored, labels (NaN if unknown) and weights, float64 [R]."""
 
     table: pa.Table
     label: np.ndarray
@@ -57,7 +49,6 @@ class Part:
         return Part(table.select(features), table[label].to_numpy().astype(float), weight.astype(float))
 
     def between(self, first: int, end: int) -> "Part":
-        """The samples [first, end)."""
         return Part(self.table.slice(first, end - first), self.label[first:end], self.weight[first:end])
 
     def labelled(self) -> "Part":
@@ -67,12 +58,7 @@ class Part:
 
 
 class Known(NamedTuple):
-    """The ids of a field in training, the most frequent first.
-
-    Attributes:
-        ids: sorted, int64.
-        codes: number of each of them by descending count, int64.
-    """
+    """Ids of a field in training, ascending, int64, and ``codes``, their numbers by descending count, from 0, int64."""
 
     ids: np.ndarray
     codes: np.ndarray
@@ -99,18 +85,14 @@ def baselines(data_dir: Path, output: Path, most_rows: int) -> Iterator[dict[str
     LightGBM has its default values, and as many trees as give the best validation logloss. Its features are the numbers
     and the ids, as categories; of a field of several ids their number and the last one. Logistic regression has a
     weight for each id and number, with the L2 penalty of the best validation logloss. Ids of at least one training
-    sample are known. Of several labels the first is trained.
-
-    Args:
-        output: folder to write; ``cowrec plot`` takes it as it takes a run.
-        most_rows: largest number of training samples, the newest ones; a sample takes 12 bytes for each feature.
+    sample are known. Of several labels the first is trained. ``cowrec plot`` takes ``output`` as it takes a run. At
+    most the newest ``most_rows`` training samples are used; a sample takes 12 bytes for each feature.
 
     Yields:
         For each model its name, the number of training samples, what validation chose, seconds, and the measures of the
         test split and the logloss and AUC of the validation samples.
 
-    Raises:
-        UserError: a package is not installed, a split has no labelled sample, or a shard is missing or damaged.
+    Raises UserError: a package is not installed, a split has no labelled sample, or a shard is missing or damaged.
     """
     models = _models()
     schema = Schema.load(data_dir)

@@ -92,10 +92,7 @@ def series(lines: Lines, measure: str) -> Series:
 
 
 def base_values(lines: Lines, measure: str) -> dict[str, list[float]]:
-    """Groups the values of a measure at the base batch size by clip; the lines of all rules are copies of one run here.
-
-    Empty if no such run succeeded.
-    """
+    """Groups a measure's values at the base batch size, where the lines of all rules are copies of one run, by clip."""
     by_seed = {
         (line["clip"], line["seed"]): line[measure]
         for line in lines
@@ -192,8 +189,7 @@ def _notes(lines: Lines) -> str:
 def plot_sweep(lines: Lines, path: Path) -> Path:
     """Draws a panel for each measure. Colour and marker: scaling rule. Solid: clip on. Dashed: clip off.
 
-    Bars are one standard deviation over seeds, and so is the band, of the base: a mean below it, for logloss above it,
-    is lost to the base.
+    Bars, and the band of the base, are one standard deviation over seeds: a mean on its worse side loses to the base.
     """
     measures = _shown_measures(lines)
     columns = 2 if len(measures) in (2, 4) else 3

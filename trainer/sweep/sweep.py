@@ -96,12 +96,11 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     At the base batch size all scaling rules are the same run, which is trained once. The runs' folders are kept,
     without checkpoints and vocabularies.
 
-    Returns:
-        The grid's lines: rule, batch_size, clip, seed; auc and logloss (as reported), best_epoch_auc, with validation
-        samples validation_auc, validation_logloss and best_epoch, steps, epochs, samples_per_second, train_seconds,
-        clipped_share (of rows, None with clip off), clip_remark, best_possible, the measures of :class:`Quality` that
-        are known, by_epoch (the measures of every epoch), or error instead of these; base_batch_size, the derived
-        hyperparameters, the SHA-256 of ``config.toml``, versions, hardware, commit.
+    Returns the grid's lines: rule, batch_size, clip, seed; auc and logloss (as reported), best_epoch_auc, with
+    validation samples validation_auc, validation_logloss and best_epoch, steps, epochs, samples_per_second,
+    train_seconds, clipped_share (of rows, None with clip off), clip_remark, best_possible, the measures of
+    :class:`Quality` that are known, by_epoch (the measures of every epoch), or error instead of these; base_batch_size,
+    the derived hyperparameters, the SHA-256 of ``config.toml``, versions, hardware, commit.
 
     Raises:
         UserError: settings that cannot work, or a folder with another configuration or other files.

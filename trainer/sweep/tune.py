@@ -78,8 +78,7 @@ class Search:
     def searched(self, base: RunConfig) -> dict[str, Range]:
         """The ranges of the values that are searched.
 
-        Raises:
-            UserError: nothing is searched, or a range does not include the configuration's value.
+        Raises UserError: nothing is searched, or a range does not include the configuration's value.
         """
         found = {}
         for name in VALUES:
@@ -102,8 +101,7 @@ class Search:
     def of_trials(self, base: RunConfig, *, has_validation: bool) -> RunConfig:
         """The configuration that all trials share: with validation samples, and as few checkpoints as possible.
 
-        Raises:
-            UserError: a patience where learning rates fall over the epochs.
+        Raises UserError: a patience where learning rates fall over the epochs.
         """
         train = base.train
         # Where learning rates fall over the epochs, a trial that ends early says nothing about the whole run.
@@ -131,12 +129,10 @@ class Outcome:
 def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials: int) -> Outcome:
     """Searches `[optimizer]`'s embedding_lr, dense_lr and l2 at one batch size, which becomes base_batch_size.
 
-    Each trial trains a run; its value is the validation quality of its best epoch. The test split is not looked at. The
-    first trial has the configuration's own values. After an interruption the same call continues, the trial in progress
-    from its latest checkpoint; with more trials or other ranges it goes on from the trials it has.
-
-    Args:
-        trials: number of trials that the study shall have, pruned and failed ones included.
+    Each trial trains a run; its value is the validation quality of its best epoch. The test split plays no part. The
+    first trial has the configuration's values. After an interruption the same call continues, the trial in progress
+    from its latest checkpoint; with more trials or other ranges it goes on from the trials it has. ``trials`` counts
+    pruned and failed ones too.
 
     Raises:
         UserError: settings that cannot work, or a folder with another study or other files.
@@ -203,8 +199,7 @@ def _next_trial(
 ) -> tuple[Trial, dict[str, float]]:
     """The trial to run next and its values: the configuration's own at first, and those of an interrupted trial.
 
-    The random numbers depend on the seed and the trial's number: a sampler that starts again from the same seed would
-    repeat its first values.
+    Random numbers depend on seed and trial number: a sampler that restarts from one seed would repeat its values.
     """
     number, begun = len(study.trials), (folder / CONFIG).exists()
     optimizer = (load_config(folder / CONFIG) if begun else base).optimizer
