@@ -88,6 +88,7 @@ DIN = {"batch_size": 1024, "epochs": 3, "embedding_dim": 10, "hidden": [512, 128
 MATCHED = (
     *("optimizer.base_batch_size=1024", "optimizer.embedding_lr=1e-3", "optimizer.dense_lr=1e-3", "optimizer.l2=0"),
     *("optimizer.lr_decay=none", "optimizer.warmup_epochs=0", "optimizer.embedding_init_std=1e-4", "clip.rule=none"),
+    "train.average=false",
 )
 DOES = {**dict.fromkeys(COWREC, PARTS), **{name: peer.does for name, peer in PEERS.items()}}
 

@@ -20,6 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("sparse_opt", "models", "data_pipeline", "trainer")
+MOST_SECONDS = 900.0
+"""Time after which a mutant counts as caught: a changed condition may keep a loop from ending."""
 SWAPS: dict[type, str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in",
     ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is", ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*",
@@ -114,9 +116,12 @@ def tests_of(file: Path, line: int, coverage: Path | None) -> list[str]:
 
 
 def caught_by(tests: list[str], arguments: list[str]) -> str | None:
-    """The first test that fails, or None."""
+    """The first test that fails, "timeout" where the tests do not end, or None."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments, *dict.fromkeys(tests)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "timeout"
     if ran.returncode in (0, 5):
         return None
     named = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]

@@ -218,6 +218,8 @@ def with_defaults(
             follows from the size of the data set.
         fixed: whether the validation quality does not decide on the epochs.
     """
+    if not stream:
+        config = _with_mean(config, samples, begun)
     config = _with_epochs(config, begun, validated=validated, fixed=fixed or stream or samples > RATE_SAMPLES)
     train, optimizer = config.train, config.optimizer
     if begun:
@@ -236,11 +238,23 @@ def with_defaults(
         long = not stream and samples >= DECAY_SAMPLES and -(-trained // size) * train.epochs >= DECAY_STEPS
         decays = is_adam and long and optimizer.embedding_lr is None and not train.patience and not train.average
         decay = "linear" if decays else "none"
-        again = 0 if stream else 4 if train.average else min(train.epochs - 1, 2)
+        again = 0 if stream else min(train.epochs, 4) if train.average else min(train.epochs - 1, 2)
         l2 = min(max(20 * again / max(samples, 1), 1e-6), 1e-2)
     defaults = {"embedding_lr": lr, "lr_decay": decay, "l2": l2}
     lacking = {key: value for key, value in defaults.items() if getattr(optimizer, key) is None}
     return with_values(config, train={"batch_size": max(train.batch_size, 0) or size}, optimizer=lacking)
+
+
+def _with_mean(config: RunConfig, samples: int, begun: RunConfig | None) -> RunConfig:
+    """Decides on `train.average` where a configuration does not; see :class:`TrainConfig`."""
+    if config.train.average is not None:
+        return config
+    if begun:
+        return with_values(config, train={"average": begun.train.average})
+    decays = config.optimizer.lr_decay not in (None, "none")
+    kinds = {config.id_table.kind, *(config.id_table.of_table(name).kind for name in config.id_table.tables)}
+    without = samples > RATE_SAMPLES or decays or "collisionless" in kinds or config.sharding.memory == "uvm"
+    return with_values(config, train={"average": not without})
 
 
 def _with_epochs(config: RunConfig, begun: RunConfig | None, *, validated: bool, fixed: bool) -> RunConfig:
@@ -249,16 +263,13 @@ def _with_epochs(config: RunConfig, begun: RunConfig | None, *, validated: bool,
     if train.epochs != AUTO:
         return config
     if begun:
-        earlier = {key: getattr(begun.train, key) for key in ("epochs", "average", "patience")}
+        earlier = {key: getattr(begun.train, key) for key in ("epochs", "patience")}
         return with_values(config, train=earlier, checkpoint={"keep_best": begun.checkpoint.keep_best})
-    decays = config.optimizer.lr_decay not in (None, "none")
-    kinds = {config.id_table.kind, *(config.id_table.of_table(name).kind for name in config.id_table.tables)}
-    no_mean = "collisionless" in kinds or config.sharding.memory == "uvm"
-    if fixed or decays or no_mean or not (validated or train.validation_fraction):
+    if fixed or not train.average or not (validated or train.validation_fraction):
         return with_values(config, train={"epochs": FIXED_EPOCHS})
     return with_values(
         config,
-        train={"epochs": MOST_EPOCHS, "average": train.average is not False, "patience": train.patience or 1},
+        train={"epochs": MOST_EPOCHS, "patience": train.patience or 1},
         checkpoint={"keep_best": "logloss" if keep_best == "none" else keep_best},
     )
 

@@ -51,13 +51,13 @@ class TrainConfig:
             forward and backward pass. One step and one clip over all parts follow. Activations need less memory, and
             results are the same up to rounding. Not with collisionless id tables, nor online.
         epochs: number of passes over the training samples; with `patience`, the largest number. "auto" (or -1), the
-            default, trains as long as the quality of the validation samples improves. It stands for 50 epochs with
-            `average`, and with `patience` = 1 and checkpoint.keep_best = "logloss" where these have their defaults. It
-            stands for 2 epochs without validation samples, above 2,000,000 training samples, with collisionless id
-            tables, unified memory or an lr_decay, online, and in `cowrec sweep` and `cowrec tune`.
+            default, trains as long as the quality of the validation samples improves. It stands for 50 epochs, with
+            `patience` = 1 and checkpoint.keep_best = "logloss" where these have their defaults. It stands for 2 epochs
+            without validation samples or `average`, and in `cowrec sweep` and `cowrec tune`.
         average: whether the running mean of the weights is measured, kept and exported, instead of the last weights. In
             the mean, the later of eight states of each epoch count more; see docs/train.md. Not with collisionless id
-            tables. The default is true where "auto" epochs end by the validation quality, and otherwise false.
+            tables. The default is true up to 2,000,000 training samples, but false with collisionless id tables,
+            unified memory or an lr_decay, and online.
         validation_fraction: share of the training split that is kept out of training and measured after each epoch, for
             data without a validation split. These are the last samples in the stored order. 0: none.
         patience: number of epochs without a better validation quality after which training ends; checkpoint.keep_best
@@ -211,8 +211,8 @@ class OptimizerConfig:
         embedding_lr, dense_lr, l2: learning rates of tables and network, and coefficient of L2, at the base batch size.
             embedding_lr is by default 2e-3 at batch 1,024; Adam's with more than 2,000,000 training samples is 2e-3 *
             sqrt(2,000,000 / samples). l2 applies to embeddings, wide weights and the linear part of the dense features.
-            It is by default 20 * (train.epochs - 1, at most 2) / (training samples), with train.average 80 / (training
-            samples), between 1e-6 and 1e-2, and 1e-6 for a stream.
+            It is by default 20 * (train.epochs, at most 4) / (training samples), without train.average 20 *
+            (train.epochs - 1, at most 2) / (training samples), between 1e-6 and 1e-2, and 1e-6 for a stream.
         embedding_lr_factors: factors of the learning rate of single tables, embeddings and wide weights, such as
             `{ city = 0.5 }`, by the name of their field, or of the table that fields share. 0 freezes a table. Scaling,
             warm-up and lr_decay of embedding_lr come before the factor.

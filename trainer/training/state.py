@@ -168,7 +168,8 @@ class TrainState:
         """Finds the name of a weight or moment that is not finite, and was at the start; "" if all are finite."""
         with self._as_stored():
             state = self._everything()
-            state["model"] = {name: tensor for name, tensor in state["model"].items() if self._finite.get(name, True)}
+            for key in {"model", "average"} & state.keys():
+                state[key] = {name: tensor for name, tensor in state[key].items() if self._finite.get(name, True)}
             return not_finite(state, self._process)
 
     def resume(self, checkpoints: Checkpoints) -> Progress | None:

@@ -14,7 +14,7 @@ STATES = 8
 LATER = 4.0
 """Power of a state's number in its weight in the mean."""
 _PART = 1 << 24
-"""Numbers that are exchanged at a time, which bounds the memory for it."""
+"""Numbers in a part, which bounds the memory for copies."""
 
 
 class WeightAverage:
@@ -44,8 +44,9 @@ class WeightAverage:
             self._mean = copied(averaged_weights(self._model))
             return
         share = (LATER + 1) / (self.count + LATER)
-        for mean, weight in self._pairs():
-            mean.lerp_(weight, share)
+        for mean, weight in self._parts():
+            # A mask of -inf stays what it is, but its difference from itself is no number.
+            mean.copy_(torch.where(mean == weight, mean, mean.lerp(weight, share)))
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -67,19 +68,18 @@ class WeightAverage:
     def load(self, state: State) -> None:
         self._mean, self.count = state["average"], int(state["averaged"])
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields this process's part of each mean, and of the weight that it belongs to."""
+    def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields parts of the means on this process, and the same parts of the weights."""
         weights = averaged_weights(self._model)
         for name, mean in self._mean.items():
             for (own, _), (weight, _) in zip(local_shards(mean), local_shards(weights[name]), strict=True):
-                yield own, weight
+                yield from zip(own.view(-1).split(_PART), weight.view(-1).split(_PART), strict=True)
 
     def _exchange(self) -> None:
-        for mean, weight in self._pairs():
-            for part, own in zip(mean.view(-1).split(_PART), weight.view(-1).split(_PART), strict=True):
-                before = own.clone()
-                own.copy_(part)
-                part.copy_(before)
+        for mean, weight in self._parts():
+            before = weight.clone()
+            weight.copy_(mean)
+            mean.copy_(before)
 
 
 def averaged_weights(model: nn.Module) -> State:

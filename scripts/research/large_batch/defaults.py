@@ -197,8 +197,8 @@ def config_of(
     epochs: int = EPOCHS,
     hidden: list[int] | None = None,
 ) -> RunConfig:
-    """The defaults, but for the seed and the given values; a batch size of 0 is the default."""
-    train = {"batch_size": batch_size, "seed": seed, "device": "cpu", "epochs": epochs}
+    """The defaults, but for the seed, the given values and the mean; a batch size of 0 is the default."""
+    train = {"batch_size": batch_size, "seed": seed, "device": "cpu", "epochs": epochs, "average": False}
     model = {"model": {"hidden": hidden}} if hidden else {}
     config = config_from({"train": train, "optimizer": optimizer, **model})
     return with_defaults(config, Schema.load(data).split("train").rows)

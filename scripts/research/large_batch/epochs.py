@@ -58,12 +58,14 @@ def tensors_of(state: State) -> list[Tensor]:
 class Bed:
     """A run on a data set that can go back to an earlier state."""
 
-    def __init__(self, data: Path, given: argparse.Namespace, l2: float, process: Process) -> None:
+    def __init__(
+        self, data: Path, given: argparse.Namespace, l2: float, process: Process, more: dict[str, Any] | None = None
+    ) -> None:
         schema = Schema.load(data)
         rows, held_out = schema.split("train").rows, 0.0 if "validation" in schema.splits else 0.1
         train = {"seed": given.seed, "validation_fraction": held_out, "batch_size": given.batch_size, "epochs": 1}
         decay: LrDecay = "none"
-        optimizer = {"l2": min(max(l2 / rows, 1e-6), 1e-2), "lr_decay": decay}
+        optimizer = {"l2": l2 / rows, "lr_decay": decay, **(more or {})}
         config = with_values(RunConfig(), data={"dir": str(data)}, train=train, optimizer=optimizer)
         # A frozen schedule holds a function that is exchanged.
         self.schedule = Shares()
@@ -104,7 +106,11 @@ class Bed:
         limited = (batch for batch, _ in zip(batches, range(steps), strict=False))
         for _ in range(steps):
             self.run.step(limited)
+            self.after_step()
         self.run.checked_loss()
+
+    def after_step(self) -> None:
+        """Is called after each step."""
 
     def fall(self, steps: int) -> None:
         """Trains so many steps, over which the rates fall to 0."""

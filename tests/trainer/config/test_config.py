@@ -12,7 +12,15 @@ from commands.command_line import Cowrec
 from cowrec.data_pipeline import Schema, SparseField
 from cowrec.sparse_opt import PRESETS
 from cowrec.trainer.config.reference import OWN_DATA, presets, run_file
-from cowrec.trainer.config.run import RunConfig, config_from, few_steps_warning, load_config, save_config, with_defaults
+from cowrec.trainer.config.run import (
+    RunConfig,
+    config_from,
+    few_steps_warning,
+    load_config,
+    save_config,
+    with_defaults,
+    with_values,
+)
 from cowrec.trainer.config.sections import TrainConfig, seconds
 from cowrec.trainer.runs.run_dir import require_own
 from cowrec.trainer.sharded_model.check_run import check_settings, check_tables
@@ -126,10 +134,13 @@ def test_example_files_agree_with_the_presets(name: str, batch_size: int) -> Non
 
 
 def test_default_rates_follow_the_samples(tmp_path: Path) -> None:
-    """Adam's rate falls with the root of the samples and decays; saved, kept when resumed; given rates stay."""
+    """Adam's rate falls with the root of the samples, and without the mean decays; saved, kept when resumed; given
+    rates stay.
+    """
 
     def found(toml: str, samples: int, begun: RunConfig | None = None) -> tuple[float | None, Any]:
-        optimizer = with_defaults(load(tmp_path, toml), samples, begun, fixed=True).optimizer
+        config = with_values(load(tmp_path, toml), train={"average": False})
+        optimizer = with_defaults(config, samples, begun, fixed=True).optimizer
         return optimizer.embedding_lr, optimizer.lr_decay
 
     for samples, lr in ((0, 2e-3), (2_000_000, 2e-3), (8_000_000, 1e-3), (200_000_000, 2e-4)):
@@ -146,7 +157,11 @@ def test_default_rates_follow_the_samples(tmp_path: Path) -> None:
         '[train]\npatience = 1\n[checkpoint]\nkeep_best = "auc"': (pytest.approx(1e-3), "none"),
     }
     assert {toml: found(toml, 8_000_000) for toml in given} == given
-    begun = with_defaults(RunConfig(), 8_000_000, fixed=True)
+    assert [with_defaults(RunConfig(), size).optimizer.lr_decay for size in (2_000_000, 2_000_001)] == [
+        "none",
+        "linear",
+    ]
+    begun = with_defaults(RunConfig(), 8_000_000)
     save_config(begun, tmp_path / "saved.toml")
     assert found("", 300, load_config(tmp_path / "saved.toml")) == (begun.optimizer.embedding_lr, "linear")
     (tmp_path / "run").mkdir()
@@ -157,20 +172,23 @@ def test_default_rates_follow_the_samples(tmp_path: Path) -> None:
 
 
 def test_batch_size_and_l2_follow_the_samples(tmp_path: Path) -> None:
-    """At least 100 steps an epoch; 20 / N for each epoch after the first; saved, and kept when the run is resumed."""
-    for samples, size, l2 in ((0, 64, 1e-2), (12_799, 64, 20 / 12_799), (12_800, 128, 20 / 12_800), (10**9, 512, 1e-6)):
+    """At least 100 steps an epoch; 20 / N for each epoch, without the mean one less; saved, and kept when the run is
+    resumed.
+    """
+    for samples, size, l2 in ((0, 64, 1e-2), (12_799, 64, 40 / 12_799), (12_800, 128, 40 / 12_800), (10**9, 512, 1e-6)):
         found = with_defaults(RunConfig(), samples, fixed=True)
         assert (found.train.batch_size, found.optimizer.l2) == (size, pytest.approx(l2))
-    for epochs, l2 in ((1, 1e-6), (2, 1e-4), (3, 2e-4), (50, 2e-4)):
-        found = with_defaults(load(tmp_path, f"[train]\nepochs = {epochs}"), 200_000)
-        assert found.optimizer.l2 == pytest.approx(l2)
+    for epochs, l2, without in ((1, 1e-4, 1e-6), (2, 2e-4, 1e-4), (3, 3e-4, 2e-4), (50, 4e-4, 2e-4)):
+        for average, expected in (("true", l2), ("false", without)):
+            found = with_defaults(load(tmp_path, f"[train]\nepochs = {epochs}\naverage = {average}"), 200_000)
+            assert found.optimizer.l2 == pytest.approx(expected)
     stream = with_defaults(RunConfig(), 200_000, stream=True).optimizer
     assert (stream.l2, stream.lr_decay) == (1e-6, "none")
     own = with_defaults(load(tmp_path, "[optimizer]\nl2 = 0.0\n[train]\nbatch_size = 7"), 200_000)
     assert (own.train.batch_size, own.optimizer.l2) == (7, 0)
     save_config(with_defaults(RunConfig(), 200_000, fixed=True), tmp_path / "saved.toml")
     begun = load_config(tmp_path / "saved.toml")
-    assert (begun.train.batch_size, begun.optimizer.l2) == (512, pytest.approx(1e-4))
+    assert (begun.train.batch_size, begun.optimizer.l2) == (512, pytest.approx(2e-4))
     assert with_defaults(load(tmp_path, "[train]\nepochs = 9"), 300, begun).optimizer == begun.optimizer
 
 
@@ -182,18 +200,22 @@ def test_epochs_of_auto_end_by_the_validation_quality(tmp_path: Path) -> None:
         train, keep = config.train, config.checkpoint.keep_best
         return train.epochs, train.average, train.patience, train.validation_fraction, keep, config.optimizer.lr_decay
 
-    assert found("") == (2, None, 0, 0, "none", "linear")
+    assert found("") == (2, True, 0, 0, "none", "none")
     held_out, by_quality = "[train]\nvalidation_fraction = 0.2\n", (50, True, 1, 0.2, "logloss", "none")
     assert found(held_out) == found(held_out + 'epochs = "auto"') == found(held_out + "epochs = -1") == by_quality
     assert found("", validated=True) == (50, True, 1, 0, "logloss", "none")
     assert found("", 2_000_000, validated=True)[0] == 50
-    assert found("", 2_000_001, validated=True)[:3] == (2, None, 0)
-    assert found(held_out, fixed=True) == (2, None, 0, 0.2, "none", "linear")
+    assert found("", 2_000_001, validated=True)[:3] == (2, False, 0)
+    assert found("[train]\nepochs = 2", validated=True)[:3] == (2, True, 0)
+    assert found(held_out, fixed=True) == (2, True, 0, 0.2, "none", "none")
     assert found(held_out, stream=True)[:5] == (2, None, 0, 0.2, "none")
-    for toml in ('[optimizer]\nlr_decay = "cosine"', '[id_table]\nkind = "collisionless"', "[train]\nepochs = 2"):
-        assert found(toml, validated=True)[:3] == (2, None, 0), toml
-    own = "[train]\npatience = 3\naverage = false\n[checkpoint]\nkeep_best = 'auc'"
-    assert found(own, validated=True) == (50, False, 3, 0, "auc", "none")
+    for toml in (
+        '[optimizer]\nlr_decay = "cosine"', '[id_table]\nkind = "collisionless"', '[sharding]\nmemory = "uvm"'
+    ):  # fmt: skip
+        assert found(toml, validated=True)[:3] == (2, False, 0), toml
+    assert found("[train]\naverage = false", validated=True) == (2, False, 0, 0, "none", "linear")
+    own = "[train]\npatience = 3\n[checkpoint]\nkeep_best = 'auc'"
+    assert found(own, validated=True) == (50, True, 3, 0, "auc", "none")
     defaults = with_defaults(RunConfig(), 200_000, validated=True)
     assert defaults.optimizer.l2 == pytest.approx(80 / 200_000)
     save_config(defaults, tmp_path / "saved.toml")

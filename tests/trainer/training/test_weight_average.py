@@ -43,8 +43,8 @@ def test_rows_that_pass_to_other_ids_have_no_mean(folder: Path, tmp_path: Path) 
 def test_training_does_not_notice_the_mean(folder: Path, tmp_path: Path) -> None:
     """The last weights are those of a run without the mean. All five steps of each epoch enter the mean."""
     settings = ["optimizer.absent_rows=lazy", "train.epochs=2"]
-    run(folder, tmp_path / "plain", *settings)
-    run(folder, tmp_path / "average", *settings, "train.average=true")
+    run(folder, tmp_path / "plain", *settings, "train.average=false")
+    run(folder, tmp_path / "average", *settings)
     plain, averaged = (state_of(tmp_path / name) for name in ("plain", "average"))
     assert averaged.keys() - plain.keys() == {
         "/averaged",
