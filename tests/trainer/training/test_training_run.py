@@ -40,7 +40,7 @@ def test_contents_of_the_run_folder(folder: Path) -> None:
     run_dir, report = folder / "run", report_of(folder / "run")
     saved = load_config(run_dir / "config.toml")
     assert saved.data.dir == str(folder / "data")
-    assert saved.train == load_config(folder / "run.toml").train
+    assert saved.train == replace(load_config(folder / "run.toml").train, average=True)
     assert "# derived: dense_lr = 0.01\n" in (run_dir / "config.toml").read_text()
     # Five steps an epoch, a line every two steps, after the first step and at the end of an epoch.
     assert [line["step"] for line in metrics(run_dir, "train")] == [1, 2, 4, 5, 6, 8, 10]
@@ -268,7 +268,7 @@ def test_invalid_settings_leave_nothing_behind(folder: Path, tmp_path: Path) -> 
 
 def test_a_resumed_run_keeps_the_batch_size_and_l2_that_it_began_with(folder: Path, tmp_path: Path) -> None:
     """Both follow the samples, and L2 the epochs, where the TOML file has neither."""
-    (tmp_path / "run.toml").write_text("[model]\nembedding_dim = 2\nhidden = [2]\n[train]\ndevice = 'cpu'\n")
+    (tmp_path / "run.toml").write_text("[model]\nembedding_dim = 2\nhidden = [2]\n[train]\ndevice = 'cpu'\naverage = false\n")
     for epochs in (1, 2):
         report = run(tmp_path, tmp_path / "run", f"train.epochs={epochs}", data=folder / "data", resume=True)
         assert (report["batch_size"], report["l2"]) == (64, 1e-6)
