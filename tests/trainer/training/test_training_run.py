@@ -268,7 +268,9 @@ def test_invalid_settings_leave_nothing_behind(folder: Path, tmp_path: Path) -> 
 
 def test_a_resumed_run_keeps_the_batch_size_and_l2_that_it_began_with(folder: Path, tmp_path: Path) -> None:
     """Both follow the samples, and L2 the epochs, where the TOML file has neither."""
-    (tmp_path / "run.toml").write_text("[model]\nembedding_dim = 2\nhidden = [2]\n[train]\ndevice = 'cpu'\naverage = false\n")
+    (tmp_path / "run.toml").write_text(
+        "[model]\nembedding_dim = 2\nhidden = [2]\n[train]\ndevice = 'cpu'\naverage = false\n"
+    )
     for epochs in (1, 2):
         report = run(tmp_path, tmp_path / "run", f"train.epochs={epochs}", data=folder / "data", resume=True)
         assert (report["batch_size"], report["l2"]) == (64, 1e-6)
