@@ -218,7 +218,7 @@ def with_defaults(
             follows from the size of the data set.
         fixed: whether the validation quality does not decide on the epochs.
     """
-    if not stream:
+    if begun or not stream:
         config = _with_mean(config, samples, begun)
     config = _with_epochs(config, begun, validated=validated, fixed=fixed or stream or samples > RATE_SAMPLES)
     train, optimizer = config.train, config.optimizer

@@ -1,6 +1,6 @@
 """What becomes of absent rows over five epochs: the paper's L2 at every step, L2 in touched rows alone, and AdamAR.
 
-    python scripts/research/large_batch/absent_rows.py --data DATA/bed --output results/HARDWARE/absent_rows.jsonl
+    python -m scripts.research.large_batch.absent_rows --data DATA/bed --output results/HARDWARE/absent_rows.jsonl
 
 Methods: "replay" and "lazy" are `optimizer.absent_rows`, with L2 of `value` / (training samples). "AdamAR" is lazy Adam
 without L2, after whose step a touched row is multiplied by ``1 - value * I / (steps of an epoch)``, at least 0, where I
@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from epochs import Bed, numbers
 
 from cowrec.data_pipeline import Batch
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.build import local_shards
 from cowrec.trainer.training.weight_average import STATES, averaged_weights
+
+from .epochs import Bed, numbers
 
 EPOCHS = 5
 METHODS = ("replay", "lazy", "AdamAR")

@@ -84,7 +84,9 @@ def test_sigterm_saves_and_a_pipe_sees_progress(folder: Path) -> None:
     kinds = (*kinds, "compiling kernels", "cowrec: stopped")  # the first run of an installation compiles
     assert all(line.startswith(kinds) for line in seen), "a library printed something"
     assert any(re.fullmatch(PROGRESS, line) for line in seen), seen
-    assert any(re.match(r"batch 1 .*\), scaling \w+, clip \w+: .*, l2 [^ ,]+$", line) for line in seen), seen
+    assert any(
+        re.match(r"batch 1 .*\), scaling \w+, clip \w+: .*, l2 [^ ,]+, mean of the weights$", line) for line in seen
+    ), seen
     known = {re.search(r"step ([\d,]+)", line)[1]: line.endswith("left\n") for line in seen if "samples/s" in line}
     assert known.pop("1") is False, "the first step says nothing of the others"
     assert all(known.values())

@@ -341,7 +341,7 @@ def test_the_newest_tenth_is_measured_and_its_drift_is_remarked(tmp_path: Path) 
         settings = PrepareConfig(split=split, test_fraction=TESTED / TIMED_ROWS)
         data = tmp_path / split
         prepare("tabular", [tmp_path / "raw.parquet"], data, settings, schema_file=tmp_path / "columns.toml")
-        run(tmp_path, tmp_path / f"run_{split}", data=data)
+        run(tmp_path, tmp_path / f"run_{split}", "train.average=false", data=data)
     report = report_of(tmp_path / "run_time")
     assert (report["newest"]["rows"], report["newest"]["ctr"]) == (NEWEST, 1)
     assert report["newest"] == report["epochs"][-1]["newest"]
