@@ -70,13 +70,13 @@ def largest_rate(config: AdamConfig, lr_factors: Iterable[float]) -> float:
     A row at rest moves by less than :data:`WEIGHT_AT_REST` at ``config.lr``, and by less than float32 shows at the
     returned rate.
     """
-    converging = _converging_rate(config)
+    converging = converging_rate(config)
     # In other tables, only weights of zero are at rest.
     factors = [factor for factor in (1.0, *lr_factors) if factor > 0 and config.lr * factor <= converging]
     return min(config.lr * _RISE or inf, *(converging / factor for factor in factors), inf)
 
 
-def _converging_rate(config: AdamConfig) -> float:
+def converging_rate(config: AdamConfig) -> float:
     """Computes the largest learning rate under which L2 draws a tiny weight to zero, with a margin.
 
     Near zero, Adam under L2 is the heavy-ball method on ``l2 * w^2`` with steps of at most ``lr / eps``. Let d be the
@@ -94,7 +94,7 @@ def _weight_at_rest(config: AdamConfig, lr: float, floors: Sequence[float]) -> f
     """Computes the largest weight at rest; 0 if a weight may grow again."""
     if config.l2 == 0:
         return WEIGHT_AT_REST_WITHOUT_L2
-    if lr > _converging_rate(config):
+    if lr > converging_rate(config):
         return 0.0
     return min(WEIGHT_AT_REST, *(SHARE_OF_FLOOR_AT_REST * floor for floor in floors))
 

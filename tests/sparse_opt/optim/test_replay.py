@@ -29,6 +29,7 @@ from cowrec.sparse_opt import (
     NoClip,
     ReferenceCowClip,
 )
+from cowrec.sparse_opt.optim.replay import converging_rate
 from process_groups import in_processes, process_group
 from random_problems.drawing import Problem, small_problem
 from random_problems.training import assert_equal, batch_of, gathered, sharded_model, state_of
@@ -310,3 +311,15 @@ def test_an_id_outside_its_table_fails_the_forward_and_changes_no_row() -> None:
     with pytest.raises(ValueError, match="id 5 is outside table 't1', which holds 5 rows"):
         model(batch_of(stream.problem, [drawn], 0, 8))
     assert_equal(state_of(model, optimizer), expected)
+
+
+@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.9, 0.0), (0.5, 0.0), (0.9, 2e3)])
+def test_tiny_weights_shrink_at_rates_at_which_rows_rest(momentum: float, weight_decay: float) -> None:
+    """The roots of Adam's recursion near zero, by numpy, are within the unit circle up to the rate and a tenth more."""
+    config = AdamConfig(lr=0.0, betas=(momentum, 0.999), eps=1e-7, l2=1e-3, weight_decay=weight_decay)
+
+    def radius(lr: float) -> float:
+        d, a = lr * weight_decay, (1 - momentum) * 2 * config.l2 * lr / config.eps
+        return float(np.abs(np.roots([1, -(1 - d + momentum - a), momentum * (1 - d)])).max())
+
+    assert radius(converging_rate(config)) < 1 < radius(1.2 * converging_rate(config))
