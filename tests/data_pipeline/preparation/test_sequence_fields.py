@@ -12,6 +12,7 @@ import torch
 from cowrec.data_pipeline import PrepareConfig, Reader, SampleCodec, prepare
 from cowrec.data_pipeline.dataset.schema import MISSING
 from cowrec.data_pipeline.hashing import string_hashes
+from cowrec.data_pipeline.raw.lists import last_values
 from raw_cases import prepare_text, read_split
 from refusal import refused
 
@@ -193,3 +194,9 @@ def test_a_marker_alone_is_a_step_where_one_along_it_has_a_value(tmp_path):
         for history, tags in wrong:
             samples[2] = {"item": "i", "history": history, "tags": tags}
             assert [found.index for found in codec.encode_request(samples)[1]] == [2]
+
+
+def test_an_empty_text_beside_a_sequence_without_items_is_no_id() -> None:
+    """Two empty texts are two, and so of another length."""
+    assert last_values([[""], ["a", "b"]], [None, ["x", "y"]], [], 1) == [[], ["b"]]
+    refused("sequences that go along with each other differ in length", last_values, [["", ""]], [None], [], 1)
