@@ -260,6 +260,7 @@ def test_differences_from_the_base_and_its_spread() -> None:
     assert "batch 8K has" not in text
     assert "At the base, batch 64, all rules are one run, trained once for each seed." in text
     assert "best epoch" not in text
+    assert "expected logloss" not in text
 
 
 def test_each_clip_is_compared_with_its_own_base_and_one_seed_has_no_spread() -> None:
