@@ -206,9 +206,9 @@ def with_defaults(
 
     The rules are in :class:`TrainConfig` and :class:`OptimizerConfig`, their measurements in results/README.md. Rates
     fall for Adam alone, since Adagrad's fall by themselves, and not with a given `embedding_lr`, which may have been
-    found without a decay, or with `train.patience`, under which the end of the run is unknown. L2 is inverse to the
-    number of samples, so that the sum of the losses has one penalty, as under a normal prior of the weights; it grows
-    with the epochs after the first, since ids are learnt by heart from repeated samples.
+    found without a decay, with `train.patience`, under which the end of the run is unknown, or with `train.average`,
+    which stands in for a decay. L2 is inverse to the number of samples, so that the sum of the losses has one penalty,
+    as under a normal prior of the weights; it grows with the epochs, since ids are learnt by heart from repeated samples.
 
     Args:
         samples: number of samples of the training split.
