@@ -208,7 +208,7 @@ def with_defaults(
     fall for Adam alone, since Adagrad's fall by themselves, and not with a given `embedding_lr`, which may have been
     found without a decay, with `train.patience`, under which the end of the run is unknown, or with `train.average`,
     which stands in for a decay. L2 is inverse to the number of samples, so that the sum of the losses has one penalty,
-    as under a normal prior of the weights; it grows with the epochs, since ids are learnt by heart from repeated samples.
+    as under a normal prior of the weights; it grows with the epochs, since repeated samples are learnt by heart.
 
     Args:
         samples: number of samples of the training split.
