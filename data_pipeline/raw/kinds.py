@@ -175,7 +175,7 @@ def read_fields(
     """Returns the numbers, ids and weights of fields, by name, as `Parsed` has them.
 
     Args:
-        columns: those of the table; they record the problems.
+        columns: the columns of the table, which record what is wrong.
         tables: numbers of embedding rows of the fields whose ids are row numbers already; their ids become int32.
         time: times of the samples [R], which ages need; NaN where unknown.
     """

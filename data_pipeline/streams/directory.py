@@ -227,7 +227,7 @@ class DirectorySource:
 
 
 class DirectorySink:
-    """Parquet files, each renamed into the folder when complete; numbers continue after those of the files in it."""
+    """Parquet files in a folder. A file gets its name when it is complete; numbers go on after those in the folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

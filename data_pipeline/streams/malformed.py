@@ -41,7 +41,7 @@ class MalformedPolicy:
 
 
 class MalformedSamples:
-    """Judges and keeps the malformed samples of a stream by a policy; it `waits` if too many of the next are so."""
+    """Judges and keeps the malformed samples of a stream by a policy; `waits` is True while too many are malformed."""
 
     def __init__(self, policy: MalformedPolicy) -> None:
         self._policy, self.waits = policy, False

@@ -55,8 +55,8 @@ class BilinearFusion(nn.Module):
 class FinalMlp(nn.Module):
     """logit = fusion(MLP(gate(x)), other MLP(other gate(x))). There is no linear part.
 
-    ``hidden`` are the widths of the first MLP, ``second`` those of the second one, by default the same, and ``gate``
-    those of the gates' hidden layers. ``heads`` divides the MLPs' last widths.
+    ``hidden`` has the widths of the first MLP. ``second`` has the widths of the second MLP, by default the same widths.
+    ``gate`` has the widths of the gates' hidden layers. ``heads`` divides the last width of each MLP.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class SerialMaskNet(_MaskNet):
 class ParallelMaskNet(_MaskNet):
     """logit = MLP(mask blocks side by side). There is no linear part.
 
-    ``block_width`` is the width of each block's output; ``hidden`` and ``dropout`` are those of the MLP.
+    ``block_width`` is the width of each block's output. ``hidden`` and ``dropout`` are the values of the MLP.
     """
 
     def __init__(

@@ -130,8 +130,8 @@ class RunPlan:
     ) -> "RunPlan":
         """Derives the plan of settings that :func:`check_run` admits.
 
-        Without a training split the run has no epochs. ``schedule`` is by default that of the epochs of the data set,
-        and ``bags`` are those of the schema's fields.
+        Without a training split the run has no epochs. ``schedule`` is by default the schedule over the epochs of the
+        data set. ``bags`` are by default the tables of the schema's fields.
 
         Raises UserError: `[id_table]` names an unknown field.
         """

@@ -24,7 +24,7 @@ from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.build import local_shards
 from cowrec.trainer.training.weight_average import STATES, averaged_weights
 
-from .epochs import Bed, numbers
+from .epochs import Bed, arguments_of_beds, numbers
 
 EPOCHS = 5
 METHODS = ("replay", "lazy", "AdamAR")
@@ -119,14 +119,9 @@ def plot(file: Path, picture: Path, values: dict[str, float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", help="data sets, separated by commas")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch-size", type=int, default=0, help="0: the default")
+    parser = arguments_of_beds(__doc__)
     for method in METHODS:
         parser.add_argument(f"--{method.lower()}", type=numbers, default=[], help="values of the method")
-    parser.add_argument("--table", action="store_true", help="print the file")
     parser.add_argument("--plot", type=Path, help="picture to draw, of the first value of each method")
     given = parser.parse_args()
     if given.table:

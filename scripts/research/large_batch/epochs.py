@@ -201,12 +201,19 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in text.split(",") if number]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments_of_beds(description: str) -> argparse.ArgumentParser:
+    """The arguments of every study on beds."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--data", help="data sets, separated by commas")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=0, help="0: the default")
+    parser.add_argument("--table", action="store_true", help="print the file")
+    return parser
+
+
+def main() -> None:
+    parser = arguments_of_beds(__doc__)
     parser.add_argument("--most", type=int, default=12, help="epochs at constant rates")
     parser.add_argument("--wait", type=int, default=2, help="epochs after the best mean after which they end")
     parser.add_argument(
@@ -214,7 +221,6 @@ def main() -> None:
     )
     parser.add_argument("--branches", type=numbers, default=[0.5, 1.0])
     parser.add_argument("--l2", type=numbers, default=[40.0], help="times 1 / (training samples)")
-    parser.add_argument("--table", action="store_true", help="print the file")
     given = parser.parse_args()
     if given.table:
         print_table(given.output)
