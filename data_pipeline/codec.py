@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -275,7 +276,10 @@ class SampleCodec:
         """Returns the canonical values of samples by raw field. Raises ValueError if a value is of another kind."""
         found: dict[str, Sequence[Any]] = {}
         for (column, kind), names in self._fields.items():
-            values = [value_of(sample, column) if "." in column else sample.get(column) for sample in samples]
+            try:
+                values = [*map(itemgetter(column), samples)]
+            except KeyError:
+                values = [value_of(sample, column) for sample in samples]
             if values.count(None) == len(values) and not any(given_columns(sample, [column]) for sample in samples):
                 raise UserError(f"no sample has the column {column!r}")
             canonical = kind.canonical(values)

@@ -1,10 +1,13 @@
-"""Linear layers with ReLU: on CPU by oneDNN, on CUDA with bias and ReLU in the epilogue of the products.
+"""Linear layers with ReLU: on CPU by oneDNN or MKL, on CUDA with bias and ReLU in the epilogue of the products.
 
-torch computes float32 products on CPU with MKL, which reaches less than half of oneDNN's rate on some processors;
-oneDNN also fuses the bias and the ReLU. Sizes: B samples, K inputs, H outputs.
+torch computes float32 products on CPU with MKL, which reaches less than half of oneDNN's rate on an AMD EPYC. On an
+Intel Xeon it needs 5 to 20 % less time for a pass over the layers, because it reads transposed factors without a copy.
+Sizes: B samples, K inputs, H outputs.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -24,10 +27,19 @@ _FEW_SAMPLES = 1024
 _MANY_SAMPLES = 1 << 14
 """Samples from which a kernel is transposed for the gradient of a layer's inputs on CUDA: cuBLAS computes products in
 TF32 at twice the rate if the sum runs along the rows of both factors (measured on an H100)."""
-BY_ONE_DNN = {torch.float32} if torch.backends.mkldnn.is_available() else set()
+BY_ONE_DNN: set[torch.dtype] = set()
 """Types of which oneDNN computes products on this processor: bfloat16 needs AVX-512."""
-if BY_ONE_DNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-    BY_ONE_DNN.add(torch.bfloat16)
+
+
+def _is_intel() -> bool:
+    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+        return "GenuineIntel" in lines.read(1024)
+    return False
+
+
+if torch.backends.mkldnn.is_available():
+    BY_ONE_DNN |= {torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set()
+    BY_ONE_DNN |= set() if torch.backends.mkl.is_available() and _is_intel() else {torch.float32}
 
 
 def linear_relu(x: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = None) -> Tensor:
@@ -45,13 +57,13 @@ def linear_relu(x: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = 
         return output
     # Exported networks must run on any machine; recorded ones are for few samples, where torch's product is faster.
     recorded = torch.compiler.is_exporting() or torch.jit.is_tracing()
-    by_one_dnn = kind == "cpu" and dtype in BY_ONE_DNN and not recorded
-    if by_one_dnn and not torch.is_inference_mode_enabled():
-        output = _Layers.apply(_OneDnn, x.to(dtype), None, None, *weights_and_biases)
+    math = (_OneDnn if dtype in BY_ONE_DNN else _OfTorch) if kind == "cpu" and not recorded else None
+    if math and not torch.is_inference_mode_enabled():
+        output = _Layers.apply(math, x.to(dtype), None, None, *weights_and_biases)
         return output
     x, *parameters = [tensor.to(dtype) if autocast else tensor for tensor in (x, *weights_and_biases)]
     for weight, bias in _layers(parameters):
-        x = _OneDnn.layer(x, weight, bias) if by_one_dnn else F.linear(x, weight, bias).relu_()
+        x = math.layer(x, weight, bias) if math else F.linear(x, weight, bias).relu_()
     return x
 
 
@@ -94,7 +106,7 @@ class LinearRelu(nn.Linear):
 
     def pack(self) -> None:
         """Copies the kernel to the order in which oneDNN reads it, for inference on CPU. The weight must not change."""
-        if BY_ONE_DNN:
+        if torch.float32 in BY_ONE_DNN:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _PACKED_FOR)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,12 +185,28 @@ class _OneDnn:
         return total
 
 
-class _OnDevice:
-    """cuBLAS with epilogues, by torch's operator that has them, and a Triton kernel for the backward of a ReLU."""
+class _OfTorch:
+    """Products by torch's library, which on CPU is MKL; it reads transposed factors without a copy."""
 
     @staticmethod
     def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return torch._addmm_activation(bias, x, weight.t())
+
+    @staticmethod
+    def relu_backward(grad: Tensor, output: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        return _OneDnn.relu_backward(grad, output, None)
+
+    @staticmethod
+    def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+        return grad @ weight
+
+    @staticmethod
+    def kernel_gradient(grad: Tensor, x: Tensor, _: Tensor) -> Tensor:
+        return grad.t() @ x
+
+
+class _OnDevice(_OfTorch):
+    """cuBLAS with epilogues, by torch's operator that has them, and a Triton kernel for the backward of a ReLU."""
 
     @staticmethod
     def relu_backward(grad: Tensor, output: Tensor, kernel: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -192,12 +220,8 @@ class _OnDevice:
             return F.linear(grad, weight.t().contiguous())
         return grad @ weight
 
-    @staticmethod
-    def kernel_gradient(grad: Tensor, x: Tensor, _: Tensor) -> Tensor:
-        return grad.t() @ x
 
-
-_Math: TypeAlias = type[_OneDnn] | type[_OnDevice]
+_Math: TypeAlias = type[_OneDnn] | type[_OfTorch]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:

@@ -126,9 +126,11 @@ class Encoder:
         """
         numbers = self._transforms.of_values(columns, count)
         parts = [self._few_ids(field, columns, numbers) for field in self.sparse]
-        encoded = [text.encode() for texts, _, _ in parts for text in texts]
-        data = np.frombuffer(b"".join(encoded), np.uint8)
-        offsets = np.array([0, *accumulate(map(len, encoded))], np.int32)
+        all_texts = [text for texts, _, _ in parts for text in texts]
+        joined = "".join(all_texts)
+        in_bytes = all_texts if joined.isascii() else [text.encode() for text in all_texts]
+        data = np.frombuffer(joined.encode(), np.uint8)
+        offsets = np.array([0, *accumulate(map(len, in_bytes))], np.int32)
         hashes = bytes_hashes(offsets, data)
         # For all fields at once, since a call for each takes longer than its few ids.
         has_raw_ids = any(field.encoding == "raw" for field in self.sparse)

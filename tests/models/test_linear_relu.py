@@ -1,4 +1,6 @@
-"""The linear layer with ReLU: oneDNN's products and gradients against float64 torch, at sizes around its parts."""
+"""The linear layer with ReLU: products and gradients against float64 torch, at sizes around oneDNN's parts."""
+
+from itertools import product
 
 import pytest
 import torch
@@ -28,9 +30,11 @@ def check_close(found, expected, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("samples", [0, 1, 3, _FEW_SAMPLES, _SAMPLES + 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_and_gradients_are_those_of_float64(samples, dtype):
+@pytest.mark.parametrize(("dtype", "library"), [*product([torch.float32], ["oneDNN", "MKL"]), (torch.bfloat16, "")])
+def test_values_and_gradients_are_those_of_float64(samples, dtype, library, monkeypatch):
     """The tolerance is the rounding of sums of that many terms."""
+    if library:
+        monkeypatch.setattr("cowrec.models.linear_relu.BY_ONE_DNN", {dtype} if library == "oneDNN" else set())
     *tensors, grad = drawn((samples, 13), (7, 13), (7,), (samples, 7))
     found = with_gradients(linear_relu, tensors, dtype, grad)
     # Both use the same side of the ReLU, since near zero they could differ.
@@ -45,7 +49,7 @@ def test_torch_computes_bfloat16_where_one_dnn_cannot(monkeypatch):
     """oneDNN refuses such products on processors without AVX-512; torch's are as exact."""
     monkeypatch.setattr("cowrec.models.linear_relu.BY_ONE_DNN", {torch.float32})
     monkeypatch.setattr("cowrec.models.linear_relu._product", None)
-    test_values_and_gradients_are_those_of_float64(3, torch.bfloat16)
+    test_values_and_gradients_are_those_of_float64(3, torch.bfloat16, "", monkeypatch)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -13,14 +13,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from cowrec.models.linear_relu import LinearRelu
+from cowrec.models.linear_relu import BY_ONE_DNN, LinearRelu
 
 logger = logging.getLogger(__name__)
 
 LookedUp: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 _FEW_SAMPLES = 32
-"""Most samples for which operations are replayed; for more, oneDNN's fused layers gain more than Python costs."""
+"""Most samples for which operations are replayed where oneDNN computes them faster: for more, it gains more than Python
+costs."""
 _TOLERANCE = 1e-4
 """Of probabilities, float32 of sums in another order."""
 
@@ -69,7 +70,7 @@ class InferenceNetwork:
                 return self(dense, rows)
         found: Tensor = (
             self._replay(dense, rows, *self._weights)
-            if self._replay and dense.shape[0] <= _FEW_SAMPLES
+            if self._replay and (dense.shape[0] <= _FEW_SAMPLES or torch.float32 not in BY_ONE_DNN)
             else self._computed(dense, rows)
         )
         return found

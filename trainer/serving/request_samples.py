@@ -21,6 +21,10 @@ NOTHING: Fields = {}
 
 _LONG_INTEGER = re.compile(rb"[\[,:\s](?:\d{20}|-\d{19})")
 """Not within quotes; shorter ones have 64 bits at most."""
+_MANY_DIGITS = b" " + b"0" * 19
+_AS_ZEROS = bytes(48 if 48 <= byte < 58 else 46 if byte == 46 else 32 for byte in range(256))
+"""Translates digits to zeros, and all but points to spaces. A search for :data:`_MANY_DIGITS` then finds what may be a
+long integer ten times as fast as the pattern does; the digits of a fraction follow a point."""
 MOST_SHARED_IDS = 1 << 21
 """Ids of all samples of a request that are in its shared fields: they are given once, but looked up for each sample."""
 
@@ -66,7 +70,8 @@ def samples_of(body: bytes, limit: int) -> tuple[list[RequestSample], bool]:
     """
     try:
         parsed = orjson.loads(body)
-        if _LONG_INTEGER.search(body):  # which orjson reads as a float, and so as another id
+        # orjson reads a long integer as a float, and so as another id.
+        if _MANY_DIGITS in body.translate(_AS_ZEROS) and _LONG_INTEGER.search(body):
             parsed = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise Rejected(400, "bad_json", f"the body is not JSON: {error}") from None
@@ -78,9 +83,10 @@ def samples_of(body: bytes, limit: int) -> tuple[list[RequestSample], bool]:
     if len(found) > limit:
         message = f"a request has {len(found):,} samples, the limit is {limit:,}; split it into several requests"
         raise Rejected(413, "too_many_samples", message)
-    for index, sample in enumerate(found):
-        _check(f"sample {index}", sample)
-    return [RequestSample(sample, shared) for sample in found], many
+    if {*map(type, found)} - {dict}:
+        for index, sample in enumerate(found):
+            _check(f"sample {index}", sample)
+    return [*map(RequestSample, found, itertools.repeat(shared))], many
 
 
 def encode_samples(codec: SampleCodec, samples: Sequence[RequestSample]) -> tuple[SampleBlock | None, list[str]]:
@@ -112,16 +118,14 @@ def _encode(codec: SampleCodec, samples: list[RequestSample]) -> tuple[SampleBlo
         if len(columns.intersection(shared)) == 1 < len(columns):
             names = " and ".join(sorted(columns))
             return None, [SharedProblem(f"shared: {names} go along with each other; share both or none")] * len(samples)
-    problems = [
-        ""
-        if sample.fields.keys() >= own and sample.fields.keys().isdisjoint(shared)
-        else _presence(sample.fields, shared, codec.columns)
-        for sample in samples
-    ]
+    fields = [sample.fields for sample in samples]
+    problems = [""] * len(fields)
+    for index, given in enumerate(fields):
+        if not given.keys() >= own or (shared and not given.keys().isdisjoint(shared)):
+            problems[index] = _presence(given, shared, codec.columns)
     complete = [index for index, problem in enumerate(problems) if not problem]
     absent = dict.fromkeys(shared)
-    given = [{**absent, **samples[index].fields} if shared else samples[index].fields for index in complete]
-    block, bad = codec.encode_request(given)
+    block, bad = codec.encode_request([{**absent, **fields[index]} if shared else fields[index] for index in complete])
     for row in bad:
         problems[complete[row.index]] = _with_remedy(row.reason)
     if not shared:

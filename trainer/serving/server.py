@@ -194,7 +194,7 @@ async def _predict(service: Service, access_log: bool, request: Request) -> Resp
             except Late:
                 raise late from None
             results, version = [result for result, _ in answers], answers[0][1]
-            for index, result in enumerate(results):
+            for index, result in enumerate(results if {*map(type, results)} - {float, dict} else ()):
                 if isinstance(result, SharedProblem):
                     raise Rejected(result.status, result.reason, result)
                 if isinstance(result, str):

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +172,7 @@ class Service:
 
     def compute(self, samples: Sequence[RequestSample]) -> Sequence[Answer]:
         """The result of each sample, computed in the caller's thread, and the version, which is the same for all."""
-        answers = self._computed(samples)
-        predicted = sum(not isinstance(result, str) for result, _ in answers)
+        answers, predicted = self._computed(samples)
         if predicted:
             self.metrics.predictions.inc(predicted)
             self.metrics.batch_samples.observe(predicted)
@@ -192,21 +192,29 @@ class Service:
                 ", ".join(often),
             )
 
-    def _computed(self, samples: Sequence[RequestSample]) -> Sequence[Answer]:
+    def _computed(self, samples: Sequence[RequestSample]) -> tuple[Sequence[Answer], int]:
+        """The answers, and the number of predictions among them."""
         version = self._model.state.version
         block, problems = encode_samples(self._codec, samples)
         results: list[Result] = [*problems]
         good = [index for index, problem in enumerate(problems) if not problem]
+        predicted = 0
         if block is not None and good:
             labels = self._model.schema.labels
-            predicted, version = self._model.predict_with_version(block)
-            finite: Any = np.isfinite(predicted.reshape(len(good), -1)).all(axis=1)
-            for index, found, is_finite in zip(good, predicted.tolist(), finite, strict=True):
-                if not is_finite:
-                    results[index] = _NOT_FINITE
-                else:
-                    results[index] = found if len(labels) == 1 else dict(zip(labels, found, strict=True))
-        return [(result, version) for result in results]
+            probabilities, version = self._model.predict_with_version(block)
+            finite: Any = np.isfinite(probabilities.reshape(len(good), -1)).all(axis=1)
+            found = probabilities.tolist()
+            if len(labels) > 1:
+                found = [dict(zip(labels, tasks, strict=True)) for tasks in found]
+            predicted = int(finite.sum())
+            if predicted < len(good):
+                found = [one if is_finite else _NOT_FINITE for one, is_finite in zip(found, finite, strict=True)]
+            if len(good) == len(results):
+                results = found
+            else:
+                for index, one in zip(good, found, strict=True):
+                    results[index] = one
+        return [*zip(results, repeat(version))], predicted
 
     def _apply(self, blob: Blob) -> None:
         with self.metrics.delta_seconds.time():
