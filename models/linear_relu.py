@@ -52,14 +52,9 @@ def linear_relu(x: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = 
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
     output: Tensor
-    if uses_kernels(x):
-        output = _Layers.apply(_OnDevice, x.to(dtype), padded, None, *weights_and_biases)
-        return output
-    # Exported networks must run on any machine; recorded ones are for few samples, where torch's product is faster.
-    recorded = torch.compiler.is_exporting() or torch.jit.is_tracing()
-    math = (_OneDnn if dtype in BY_ONE_DNN else _OfTorch) if kind == "cpu" and not recorded else None
+    math = _math(x, dtype)
     if math and not torch.is_inference_mode_enabled():
-        output = _Layers.apply(math, x.to(dtype), None, None, *weights_and_biases)
+        output = _Layers.apply(math, x.to(dtype), padded, None, *weights_and_biases)
         return output
     x, *parameters = [tensor.to(dtype) if autocast else tensor for tensor in (x, *weights_and_biases)]
     for weight, bias in _layers(parameters):
@@ -78,12 +73,24 @@ def logits_of(x: Tensor, kernel: Tensor) -> Tensor:
 
 
 def logits_of_layers(x: Tensor, kernel: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = None) -> Tensor:
-    """:func:`logits_of` of :func:`linear_relu`. On CUDA their backward passes are one over the last layer's outputs."""
-    if not uses_kernels(x):
+    """:func:`logits_of` of :func:`linear_relu`, with one backward pass over the last layer's outputs."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    math = _math(x, dtype)
+    if math is None or torch.is_inference_mode_enabled():
         return logits_of(linear_relu(x, *weights_and_biases), kernel)
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-    logits: Tensor = _Layers.apply(_OnDevice, x.to(dtype), padded, kernel, *weights_and_biases)
+    logits: Tensor = _Layers.apply(math, x.to(dtype), padded, kernel, *weights_and_biases)
     return logits
+
+
+def _math(x: Tensor, dtype: torch.dtype) -> "_Math | None":
+    """What computes products of a type; None for torch's own operations alone."""
+    if uses_kernels(x):
+        return _OnDevice
+    # Exported networks must run on any machine; recorded ones are for few samples, where torch's product is faster.
+    if x.device.type != "cpu" or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return None
+    return _OneDnn if dtype in BY_ONE_DNN else _OfTorch
 
 
 def uses_kernels(x: Tensor) -> bool:
@@ -141,6 +148,8 @@ class _Layers(torch.autograd.Function):
         grad, of_kernel, of_parameters = grads[0], None, list[Tensor]()
         for layer in reversed(range(depth)):
             last = layer == depth - 1
+            if last and kernel is None and not grad.is_cuda:
+                grad = grad.clone()  # which is written over
             grad, of_bias, sums = math.relu_backward(grad, inputs[layer + 1], kernel if last else None)
             of_kernel = sums if last else of_kernel
             of_parameters += [of_bias, math.kernel_gradient(grad, inputs[layer], weights[layer])]
@@ -161,10 +170,17 @@ class _OneDnn:
         return _product(x, weight, bias, "relu")
 
     @staticmethod
-    def relu_backward(grad: Tensor, output: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
-        """Returns the gradient of the ReLU's input, [B, H], its sum over the samples, [H], and a kernel's gradient."""
-        grad = torch.ops.aten.threshold_backward(grad, output, 0)
-        return grad, grad.sum(0), None
+    def relu_backward(grad: Tensor, output: Tensor, kernel: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns the gradient of the ReLU's input, [B, H], its sum over the samples, [H], and a kernel's gradient.
+
+        The gradient of the output is written over; with the kernel of :func:`logits_of` it is that of the logits, [B].
+        """
+        of_kernel = None
+        if kernel is not None:
+            of_kernel = output.to(kernel.dtype).t() @ grad[:, None]
+            grad = (grad[:, None] * kernel.t()).to(output.dtype)
+        torch.ops.aten.threshold_backward.grad_input(grad, output, 0, grad_input=grad)
+        return grad, grad.sum(0), of_kernel
 
     @staticmethod
     def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
@@ -193,8 +209,8 @@ class _OfTorch:
         return torch._addmm_activation(bias, x, weight.t())
 
     @staticmethod
-    def relu_backward(grad: Tensor, output: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        return _OneDnn.relu_backward(grad, output, None)
+    def relu_backward(grad: Tensor, output: Tensor, kernel: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        return _OneDnn.relu_backward(grad, output, kernel)
 
     @staticmethod
     def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
