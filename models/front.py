@@ -75,7 +75,7 @@ class Features(NamedTuple):
     CUDA alone, and only if the width is not such a multiple. Products in TF32 and bfloat16 are fast where rows begin at
     multiples of 16 bytes."""
     pairs: Tensor | None = None
-    """Sum of the inner products of all pairs of fields, float [B]; on CUDA alone, by the kernel that reads the rows."""
+    """Sum of the inner products of all pairs of fields, float [B], where a kernel reads the rows; else None."""
 
 
 class EmbeddingFront(nn.Module):
@@ -301,38 +301,43 @@ def _features(rows: Tensor, dense: Tensor, embedding_dim: int, sequences: Mappin
         width = _padded_width(flat.shape[1])
         padded = flat.detach().as_strided((len(rows), width), (width, 1)) if flat.stride(0) > flat.shape[1] else None
         return Features(rows, wide, flat, sequences, padded, pairs)
-    if not torch.is_inference_mode_enabled():
-        wide, flat = _WideAndFlat.apply(rows, dense, embedding_dim, dtype)
-        return Features(rows, wide, flat, sequences)
+    if _compiles(rows, dense):
+        wide, pairs, flat = _OnCpu.apply(rows, dense, embedding_dim)
+        return Features(rows, wide, flat if flat.dtype == dtype else flat.to(dtype), sequences, None, pairs)
     # For the few samples of a request, the time depends on the number of operations, which is small here.
     flat = torch.cat((rows.narrow(2, 0, embedding_dim).flatten(1), dense), 1)
     flat = flat if flat.dtype == dtype else flat.to(dtype)
     return Features(rows, rows.sum(1).select(1, embedding_dim), flat, sequences)
 
 
-class _WideAndFlat(torch.autograd.Function):
-    """``wide`` and ``flat`` of :class:`Features` with few passes over the rows, which take time at large batches."""
+def _compiles(rows: Tensor, dense: Tensor) -> bool:
+    """True if numba's kernels compute features on CPU: in training, except for what torch compiles or exports."""
+    elsewhere = torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
+    in_float32 = rows.dtype == dense.dtype == torch.float32 and rows.device.type == "cpu"
+    return in_float32 and not (elsewhere or torch.is_inference_mode_enabled())
+
+
+class _OnCpu(torch.autograd.Function):
+    """``wide``, ``pairs`` and ``flat`` of :class:`Features` in one pass over the rows, and one in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, dense: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        samples, fields, stored = rows.shape
-        ctx.shape, ctx.dim, ctx.dtypes = (samples, fields, stored), dim, (rows.dtype, dense.dtype)
-        flat = rows.new_empty(samples, fields * dim + dense.shape[1], dtype=dtype)
-        flat[:, : fields * dim].unflatten(1, (fields, dim)).copy_(rows[:, :, :dim])
-        flat[:, fields * dim :] = dense
-        return rows[:, :, dim].sum(1), flat
+    def forward(ctx: Any, rows: Tensor, dense: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        from .numba_features import features_on_cpu
+
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rows)
+        ctx.dim = dim
+        return features_on_cpu(rows, dense, dim)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        (samples, fields, stored), dim = ctx.shape, ctx.dim
-        grad_wide, grad_flat = grads
-        grad_rows = grad_wide.new_empty(samples, fields, stored, dtype=ctx.dtypes[0])
-        grad_rows[:, :, :dim] = grad_flat[:, : fields * dim].unflatten(1, (fields, dim))
-        grad_rows[:, :, dim] = grad_wide[:, None]
-        grad_rows[:, :, dim + 1 :] = 0
-        grad_dense = grad_flat[:, fields * dim :].to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
-        return grad_rows, grad_dense, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
+        from .numba_features import features_backward_on_cpu
+
+        (rows,), grad_flat, grad_dense = ctx.saved_tensors, grads[2], None
+        if ctx.needs_input_grad[1] and grad_flat is not None:
+            grad_dense = grad_flat[:, rows.shape[1] * ctx.dim :]
+        return features_backward_on_cpu(rows, ctx.dim, *grads), grad_dense, None
 
 
 def _padded_width(columns: int) -> int:

@@ -23,7 +23,7 @@ GROUND = ("errors", "files", "names", "urls")
 # Libraries that each leaf may import, beside the standard library.
 LIBRARIES = {
     "data_pipeline": "torch torchrec numpy pyarrow numba pydantic distributed redis confluent_kafka",
-    "models": "torch torchrec fbgemm_gpu pydantic triton",
+    "models": "torch torchrec fbgemm_gpu numpy numba pydantic triton",
     "sparse_opt": "torch torchrec fbgemm_gpu numpy numba llvmlite triton",
 }
 NEVER_IMPORTED = {"tests", "scripts"}
@@ -62,7 +62,8 @@ FOLDERS: dict[str, dict[str, str]] = {
         "triton_layers": "",
         "linear_relu": "triton_layers",
         "layers": "linear_relu",
-        "front": "triton_layers linear_relu layers",
+        "numba_features": "",
+        "front": "triton_layers numba_features linear_relu layers",
         "own_code": "",
         "losses": "config own_code",
         "networks": "config layers front",

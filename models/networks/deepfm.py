@@ -3,9 +3,6 @@
 Factorization machine (Rendle 2010), Wide & Deep (arXiv 1606.07792), DeepFM (arXiv 1703.04247).
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig
@@ -16,7 +13,7 @@ from ..layers import LinearPart, LogitKernel, Mlp
 class PairwiseProducts(nn.Module):
     """Sum of the inner products of all pairs of embeddings, float [B], from rows [B, F, P].
 
-    ``pairs`` is this sum where the front has computed it, on CUDA. Source: Factorization Machines (Rendle 2010), lemma
+    ``pairs`` is this sum where the front has computed it. Source: Factorization Machines (Rendle 2010), lemma
     3.1: half of (sum squared minus sum of squares).
     """
 
@@ -27,29 +24,9 @@ class PairwiseProducts(nn.Module):
     def forward(self, rows: Tensor, pairs: Tensor | None = None) -> Tensor:
         if pairs is not None:
             return pairs
-        if not torch.is_inference_mode_enabled():
-            logits: Tensor = _PairwiseProducts.apply(rows, self._embedding_dim)
-            return logits
         # Few operations on contiguous rows. The front has two of them too, which a recording then has once.
         total, flat = rows.sum(1).narrow(1, 0, self._embedding_dim), rows.narrow(2, 0, self._embedding_dim).flatten(1)
         return 0.5 * ((total * total).sum(1) - (flat * flat).sum(1))
-
-
-class _PairwiseProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, dim: int) -> Tensor:
-        total = rows.sum(1)
-        ctx.save_for_backward(rows, total)
-        ctx.dim = dim
-        return 0.5 * (total[:, :dim].square().sum(1) - rows[:, :, :dim].square().sum((1, 2)))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        rows, total = ctx.saved_tensors
-        grad_rows = (total[:, None] - rows).mul_(grads[0][:, None, None])
-        grad_rows[:, :, ctx.dim :] = 0
-        return grad_rows, None
 
 
 class DeepFM(nn.Module):

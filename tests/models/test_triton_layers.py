@@ -9,18 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from test_numba_features import SHAPES, TOLERANCE, check_close, compare_features
 from torch import Tensor
 
 from cowrec.models import front, linear_relu
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Rounding of sums, as a share of the largest value."""
-# B, F, D, N: an empty batch, one field and no dense features, odd widths, and more than a tile.
 NETWORKS = ("wdl", "deepfm", "dcnv2", "mmoe")
 """Those that use the kernels most differently."""
-SHAPES = ((0, 3, 3, 2), (1, 1, 1, 0), (5, 26, 10, 13), (7, 5, 37, 70))
 
 
 def test_interpreted() -> None:
@@ -30,48 +27,6 @@ def test_interpreted() -> None:
     done = subprocess.run(script, env=environment, check=False, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["equal"] * (2 * len(SHAPES) + 4 + len(NETWORKS))
-
-
-def check_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.shape == other.shape
-        largest = other.abs().max().item() if other.numel() else 0.0
-        torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=tolerance * max(largest, 1e-30))
-
-
-def compare_features(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    samples, fields, dim, num_dense = shape
-    generator = torch.Generator().manual_seed(samples)
-    rows = torch.randn(samples, fields, (dim // 4 + 1) * 4, generator=generator).to(dtype)
-    dense = torch.randn(samples, num_dense, generator=generator).to(dtype)
-
-    def expected(rows: Tensor, dense: Tensor) -> tuple[Tensor, ...]:
-        embeddings = rows[:, :, :dim]
-        pairs = 0.5 * (embeddings.sum(1).square().sum(1) - embeddings.square().sum((1, 2)))
-        return rows[:, :, dim].sum(1), torch.cat([embeddings.flatten(1), dense], 1), pairs
-
-    def found(rows: Tensor, dense: Tensor) -> tuple[Tensor, ...]:
-        x = front._features(rows, dense, dim, {})
-        assert x.pairs is not None
-        if x.padded is not None:
-            assert x.padded.shape[1] % 8 == 0
-            torch.testing.assert_close(
-                x.padded, F.pad(x.flat, (0, x.padded.shape[1] - x.flat.shape[1])), rtol=0, atol=0
-            )
-        return x.wide, x.flat, x.pairs
-
-    # Gradients of all results, and of those that a network uses alone.
-    for used in ((0, 1, 2), (2,), (1,), (0, 2)):
-        results = []
-        for compute, precise in ((found, dtype), (expected, torch.float64)):
-            leaves = [tensor.to(precise, copy=True).requires_grad_() for tensor in (rows, dense)]
-            values = compute(*leaves)
-            torch.manual_seed(1)
-            grads = [torch.randn(values[i].shape).to(dtype) for i in used]
-            torch.autograd.backward([values[i] for i in used], [grad.to(precise) for grad in grads])
-            of_leaves = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-            results.append([*(value.detach() for value in values), *of_leaves])
-        check_close(*results, TOLERANCE[dtype])
 
 
 def compare_layers(dtype: torch.dtype, of_logits: bool) -> None:

@@ -1,0 +1,77 @@
+"""The front's features and their gradients against plain torch in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cowrec.models import front
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Rounding of sums, as a share of the largest value."""
+# B, F, D, N: an empty batch, one field and no dense features, odd widths, and more than a tile.
+SHAPES = ((0, 3, 3, 2), (1, 1, 1, 0), (5, 26, 10, 13), (7, 5, 37, 70))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (5000, 26, 10, 13)])
+def test_features_on_cpu_are_those_of_float64(shape: tuple[int, int, int, int]) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)  # the largest shape is computed in two
+    try:
+        compare_features(shape, torch.float32)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_under_autocast_the_flat_features_are_rounded_and_their_gradients_are_not() -> None:
+    rows, dense = torch.randn(7, 3, 8, requires_grad=True), torch.randn(7, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        x = front._features(rows, dense, 4, {})
+    assert (x.flat.dtype, x.wide.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(x.flat, torch.cat([rows.detach()[:, :, :4].flatten(1), dense], 1).bfloat16())
+    grad = torch.randn(7, 14).bfloat16()
+    (x.flat * grad).sum().backward()
+    assert rows.grad is not None
+    assert torch.equal(rows.grad, F.pad(grad[:, :12].float().view(7, 3, 4), (0, 4)))
+
+
+def check_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        largest = other.abs().max().item() if other.numel() else 0.0
+        torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=tolerance * max(largest, 1e-30))
+
+
+def compare_features(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    samples, fields, dim, num_dense = shape
+    generator = torch.Generator().manual_seed(samples)
+    rows = torch.randn(samples, fields, (dim // 4 + 1) * 4, generator=generator).to(dtype)
+    dense = torch.randn(samples, num_dense, generator=generator).to(dtype)
+
+    def expected(rows: Tensor, dense: Tensor) -> tuple[Tensor, ...]:
+        embeddings = rows[:, :, :dim]
+        pairs = 0.5 * (embeddings.sum(1).square().sum(1) - embeddings.square().sum((1, 2)))
+        return rows[:, :, dim].sum(1), torch.cat([embeddings.flatten(1), dense], 1), pairs
+
+    def found(rows: Tensor, dense: Tensor) -> tuple[Tensor, ...]:
+        x = front._features(rows, dense, dim, {})
+        assert x.pairs is not None
+        if x.padded is not None:
+            assert x.padded.shape[1] % 8 == 0
+            torch.testing.assert_close(
+                x.padded, F.pad(x.flat, (0, x.padded.shape[1] - x.flat.shape[1])), rtol=0, atol=0
+            )
+        return x.wide, x.flat, x.pairs
+
+    # Gradients of all results, and of those that a network uses alone.
+    for used in ((0, 1, 2), (2,), (1,), (0, 2)):
+        results = []
+        for compute, precise in ((found, dtype), (expected, torch.float64)):
+            leaves = [tensor.to(precise, copy=True).requires_grad_() for tensor in (rows, dense)]
+            values = compute(*leaves)
+            torch.manual_seed(1)
+            grads = [torch.randn(values[i].shape).to(dtype) for i in used]
+            torch.autograd.backward([values[i] for i in used], [grad.to(precise) for grad in grads])
+            of_leaves = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            results.append([*(value.detach() for value in values), *of_leaves])
+        check_close(*results, TOLERANCE[dtype])
