@@ -301,7 +301,7 @@ def _features(rows: Tensor, dense: Tensor, embedding_dim: int, sequences: Mappin
         width = _padded_width(flat.shape[1])
         padded = flat.detach().as_strided((len(rows), width), (width, 1)) if flat.stride(0) > flat.shape[1] else None
         return Features(rows, wide, flat, sequences, padded, pairs)
-    if _compiles(rows, dense):
+    if compiles(rows, dense):
         wide, pairs, flat = _OnCpu.apply(rows, dense, embedding_dim)
         return Features(rows, wide, flat if flat.dtype == dtype else flat.to(dtype), sequences, None, pairs)
     # For the few samples of a request, the time depends on the number of operations, which is small here.
@@ -310,10 +310,10 @@ def _features(rows: Tensor, dense: Tensor, embedding_dim: int, sequences: Mappin
     return Features(rows, rows.sum(1).select(1, embedding_dim), flat, sequences)
 
 
-def _compiles(rows: Tensor, dense: Tensor) -> bool:
-    """True if numba's kernels compute features on CPU: in training, except for what torch compiles or exports."""
+def compiles(*inputs: Tensor) -> bool:
+    """True if numba's kernels compute on CPU: in float32 in training, except for what torch compiles or exports."""
     elsewhere = torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
-    in_float32 = rows.dtype == dense.dtype == torch.float32 and rows.device.type == "cpu"
+    in_float32 = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in inputs)
     return in_float32 and not (elsewhere or torch.is_inference_mode_enabled())
 
 
@@ -322,7 +322,7 @@ class _OnCpu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dense: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-        from .numba_features import features_on_cpu
+        from .numba_layers import features_on_cpu
 
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows)
@@ -332,7 +332,7 @@ class _OnCpu(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
-        from .numba_features import features_backward_on_cpu
+        from .numba_layers import features_backward_on_cpu
 
         (rows,), grad_flat, grad_dense = ctx.saved_tensors, grads[2], None
         if ctx.needs_input_grad[1] and grad_flat is not None:

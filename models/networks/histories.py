@@ -4,7 +4,7 @@ Sizes: B samples, F fields, D embedding width, N dense features, L positions of 
 which T share a field's table, n = L + 1, H heads or hidden units.
 """
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cowrec.errors import UserError
 
 from ..config import ModelConfig, Size
-from ..front import Features, Front, Sparse
+from ..front import Features, Front, Sparse, compiles
 from ..layers import LogitKernel, Mlp, glorot_normal
 
 
@@ -92,11 +92,33 @@ class ActivationUnit(nn.Module):
         hidden = steps @ of_steps
         hidden += products @ of_products
         hidden += (target @ of_target + self.bias)[:, None]
-        # PReLU is (1 - slope) ReLU(x) + slope x; with the product behind it, this takes a third of torch.prelu's time.
-        slope = self.slope.to(hidden.dtype)
-        weights = (1 - slope) * (torch.relu(hidden) @ self.output) + slope * (hidden @ self.output) + self.output_bias
-        logits: Tensor = (weights.masked_fill(~mask[:, :, None], 0) * steps).sum(1)
+        if compiles(hidden):
+            weights = _PreluProduct.apply(hidden.flatten(0, 1), self.slope, self.output).view(*mask.shape, 1)
+        else:
+            # (1 - slope) ReLU(x) + slope x, with the product behind it, takes a third of torch.prelu's time.
+            slope = self.slope.to(hidden.dtype)
+            weights = (1 - slope) * (torch.relu(hidden) @ self.output) + slope * (hidden @ self.output)
+        logits: Tensor = ((weights + self.output_bias).masked_fill(~mask[:, :, None], 0) * steps).sum(1)
         return logits
+
+
+class _PreluProduct(torch.autograd.Function):
+    """``prelu(hidden) @ kernel`` on CPU, with one pass over the hidden units in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, slope: Tensor, kernel: Tensor) -> Tensor:
+        from ..numba_layers import prelu_product_on_cpu
+
+        ctx.save_for_backward(hidden, slope, kernel)
+        return prelu_product_on_cpu(hidden, slope, kernel)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        from ..numba_layers import prelu_product_backward_on_cpu
+
+        hidden, slope, kernel = ctx.saved_tensors
+        return prelu_product_backward_on_cpu(hidden, slope, kernel, grads[0])
 
 
 class _Attention(nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_numba_features import SHAPES, TOLERANCE, check_close, compare_features
+from test_numba_layers import SHAPES, TOLERANCE, check_close, compare_features
 from torch import Tensor
 
 from cowrec.models import front, linear_relu

@@ -1,8 +1,10 @@
-"""The front's features on CPU in one pass over the rows, and one pass for their gradient. Compiled by numba, float32.
+"""Layers on CPU that take one pass over their inputs, and one pass for their gradient. Compiled by numba, float32.
 
-torch's operations pass over the rows eleven times, which takes a tenth of a step of 1,024 samples.
+torch's operations pass over the looked-up rows eleven times for the front's features and their gradient, which takes a
+tenth of a step of 1,024 samples; and over the hidden layer of an activation unit twelve times.
 
-Sizes: B samples, F fields, D embedding width, P stored width of a row, N dense features.
+Sizes: B samples, F fields, D embedding width, P stored width of a row, N dense features, S steps of all histories, H
+hidden units.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,9 @@ import torch
 from torch import Tensor
 
 _LEAST_NUMBERS = 1 << 19
-"""Least numbers of rows for each further thread, which takes longer to wake up than fewer numbers take to read."""
+"""Least numbers of inputs for each thread, which takes longer to wake up than fewer numbers take to read."""
+_SUMMED = 512
+"""Steps that are summed in float32; their sums are added in float64."""
 
 
 def features_on_cpu(rows: Tensor, dense: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,19 +58,36 @@ def features_backward_on_cpu(
     return grad_rows
 
 
+def prelu_product_on_cpu(hidden: Tensor, slope: Tensor, kernel: Tensor) -> Tensor:
+    """Computes ``prelu(hidden) @ kernel``, [S], of float32 [S, H], a slope [1] and a kernel [H, 1]."""
+    out = hidden.new_empty(len(hidden))
+    given = [tensor.detach().contiguous().view(-1).numpy() for tensor in (slope, kernel)]
+    _in_threads(_prelu_product, hidden, hidden.detach().contiguous().numpy(), *given, out.numpy())
+    return out
+
+
+def prelu_product_backward_on_cpu(
+    hidden: Tensor, slope: Tensor, kernel: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the gradients of the hidden units, the slope and the kernel from that of the result, [S]."""
+    out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    given = [tensor.contiguous().view(-1).numpy() for tensor in (slope, kernel, grad)]
+    sums = sum(_in_threads(_prelu_product_gradient, hidden, hidden.contiguous().numpy(), *given, out.numpy()))
+    of_slope, of_kernel = torch.from_numpy(sums).float()
+    return out, (of_slope @ kernel), of_kernel[:, None]
+
+
 @cache
 def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="cowrec-features")
+    return ThreadPoolExecutor(count, thread_name_prefix="cowrec-layers")
 
 
-def _in_threads(kernel: Callable[..., None], rows: Tensor, *arguments: Any) -> None:
-    """Runs a kernel on equal parts of the samples, each in a thread."""
-    samples, parts = len(rows), max(1, min(torch.get_num_threads(), rows.numel() // _LEAST_NUMBERS))
-    limits = [samples * part // parts for part in range(parts + 1)]
+def _in_threads(kernel: Callable[..., Any], inputs: Tensor, *arguments: Any) -> list[Any]:
+    """Runs a kernel on equal parts of the inputs' first dimension, each in a thread; returns its results in order."""
+    size, parts = len(inputs), max(1, min(torch.get_num_threads(), inputs.numel() // _LEAST_NUMBERS))
+    limits = [size * part // parts for part in range(parts + 1)]
     others = [_threads(parts - 1).submit(kernel, *arguments, *limits[part : part + 2]) for part in range(1, parts)]
-    kernel(*arguments, *limits[:2])
-    for other in others:
-        other.result()
+    return [kernel(*arguments, *limits[:2]), *(other.result() for other in others)]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
@@ -107,3 +128,35 @@ def _gradient(rows, of_wide, of_pairs, of_flat, dim, out, first, last):  # type:
             out[b, f, dim] = of_wide[b]
             for d in range(dim + 1, stored):
                 out[b, f, d] = 0
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc"})
+def _prelu_product(hidden, slope, kernel, out, first, last):  # type: ignore[no-untyped-def]
+    for s in range(first, last):
+        total = np.float32(0)
+        for h in range(len(kernel)):
+            value = hidden[s, h]
+            total += (value if value > 0 else slope[0] * value) * kernel[h]
+        out[s] = total
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _prelu_product_gradient(hidden, slope, kernel, grad, out, first, last):  # type: ignore[no-untyped-def]
+    """Returns sums over the steps of the gradient times the negative units and times the PReLU's outputs, [2, H]."""
+    size = len(kernel)
+    sums = np.zeros((2, size))
+    negative, activated = np.empty(size, np.float32), np.empty(size, np.float32)
+    for begin in range(first, last, _SUMMED):
+        negative[:] = 0
+        activated[:] = 0
+        for s in range(begin, min(begin + _SUMMED, last)):
+            for h in range(size):
+                value = hidden[s, h]
+                below = min(value, np.float32(0))
+                negative[h] += grad[s] * below
+                activated[h] += grad[s] * (value - below + slope[0] * below)
+                out[s, h] = grad[s] * kernel[h] * (np.float32(1) if value > 0 else slope[0])
+        for h in range(size):
+            sums[0, h] += negative[h]
+            sums[1, h] += activated[h]
+    return sums

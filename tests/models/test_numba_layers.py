@@ -1,4 +1,6 @@
-"""The front's features and their gradients against plain torch in float64."""
+"""Layers of one pass and their gradients against plain torch in float64."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cowrec.models import front
+from cowrec.models.networks.histories import _PreluProduct
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Rounding of sums, as a share of the largest value."""
@@ -13,14 +16,35 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SHAPES = ((0, 3, 3, 2), (1, 1, 1, 0), (5, 26, 10, 13), (7, 5, 37, 70))
 
 
+@pytest.fixture(autouse=True)
+def several_threads() -> Iterator[None]:
+    """The largest inputs are computed in two or three."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("shape", [*SHAPES, (5000, 26, 10, 13)])
 def test_features_on_cpu_are_those_of_float64(shape: tuple[int, int, int, int]) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)  # the largest shape is computed in two
-    try:
-        compare_features(shape, torch.float32)
-    finally:
-        torch.set_num_threads(threads)
+    compare_features(shape, torch.float32)
+
+
+@pytest.mark.parametrize(("steps", "size"), [(0, 3), (1, 1), (1500, 37), (30_000, 64)])
+def test_a_prelu_and_the_product_behind_it_are_those_of_float64(steps: int, size: int) -> None:
+    torch.manual_seed(steps)
+    shapes = (steps, size), (1,), (size, 1)
+    leaves, grad = [torch.randn(shape) for shape in shapes], torch.randn(steps)
+    found, expected = ([leaf.to(kind, copy=True).requires_grad_() for leaf in leaves] for kind in (None, torch.float64))
+    of_kernels = _PreluProduct.apply(*found)
+    of_torch = (F.prelu(*expected[:2]) @ expected[2]).squeeze(1)
+    of_kernels.backward(grad)
+    of_torch.backward(grad.double())
+    check_close(
+        [of_kernels.detach(), *(leaf.grad for leaf in found)],
+        [of_torch.detach(), *(leaf.grad for leaf in expected)],
+        TOLERANCE[torch.float32],
+    )
 
 
 def test_under_autocast_the_flat_features_are_rounded_and_their_gradients_are_not() -> None:
