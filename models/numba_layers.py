@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LEAST_NUMBERS = 1 << 19
+_LEAST_NUMBERS = 1 << 21
 """Least numbers of inputs for each thread, which takes longer to wake up than fewer numbers take to read."""
 _SUMMED = 512
 """Steps that are summed in float32; their sums are added in float64."""
@@ -153,9 +153,9 @@ def _prelu_product_gradient(hidden, slope, kernel, grad, out, first, last):  # t
             for h in range(size):
                 value = hidden[s, h]
                 below = min(value, np.float32(0))
+                out[s, h] = grad[s] * kernel[h] * (np.float32(1) if value > 0 else slope[0])
                 negative[h] += grad[s] * below
                 activated[h] += grad[s] * (value - below + slope[0] * below)
-                out[s, h] = grad[s] * kernel[h] * (np.float32(1) if value > 0 else slope[0])
         for h in range(size):
             sums[0, h] += negative[h]
             sums[1, h] += activated[h]

@@ -89,8 +89,7 @@ class ActivationUnit(nn.Module):
         # is multiplied once for a sample instead of once for a position.
         further = of_steps.shape[0] - of_differences.shape[0]
         of_steps, of_target = of_steps + F.pad(of_differences, (0, 0, 0, further)), of_target - of_differences
-        hidden = steps @ of_steps
-        hidden += products @ of_products
+        hidden = torch.cat([steps, products], 2) @ torch.cat([of_steps, of_products])
         hidden += (target @ of_target + self.bias)[:, None]
         if compiles(hidden):
             weights = _PreluProduct.apply(hidden.flatten(0, 1), self.slope, self.output).view(*mask.shape, 1)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cowrec.models import front
+from cowrec.models import front, numba_layers
 from cowrec.models.networks.histories import _PreluProduct
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -17,8 +17,9 @@ SHAPES = ((0, 3, 3, 2), (1, 1, 1, 0), (5, 26, 10, 13), (7, 5, 37, 70))
 
 
 @pytest.fixture(autouse=True)
-def several_threads() -> Iterator[None]:
+def several_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The largest inputs are computed in two or three."""
+    monkeypatch.setattr(numba_layers, "_LEAST_NUMBERS", 1 << 19)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
