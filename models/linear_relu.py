@@ -173,7 +173,8 @@ class _OneDnn:
     def relu_backward(grad: Tensor, output: Tensor, kernel: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the gradient of the ReLU's input, [B, H], its sum over the samples, [H], and a kernel's gradient.
 
-        The gradient of the output is written over; with the kernel of :func:`logits_of` it is that of the logits, [B].
+        ``grad`` is the gradient of the output, and is written over; with the kernel of :func:`logits_of` it is the
+        gradient of the logits, [B].
         """
         of_kernel = None
         if kernel is not None:

@@ -69,7 +69,7 @@ def prelu_product_on_cpu(hidden: Tensor, slope: Tensor, kernel: Tensor) -> Tenso
 def prelu_product_backward_on_cpu(
     hidden: Tensor, slope: Tensor, kernel: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of the hidden units, the slope and the kernel from that of the result, [S]."""
+    """Computes the gradients of the hidden units, the slope and the kernel; ``grad`` is the result's gradient, [S]."""
     out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     given = [tensor.contiguous().view(-1).numpy() for tensor in (slope, kernel, grad)]
     sums = sum(_in_threads(_prelu_product_gradient, hidden, hidden.contiguous().numpy(), *given, out.numpy()))
