@@ -91,7 +91,7 @@ def _in_threads(kernel: Callable[..., Any], inputs: Tensor, *arguments: Any) -> 
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _features(rows, dense, dim, wide, pairs, flat, first, last):  # type: ignore[no-untyped-def]
+def _features(rows, dense, dim, wide, pairs, flat, first, last):
     """Source of the pairs: Factorization Machines (Rendle 2010), lemma 3.1."""
     fields, numbers = rows.shape[1], dense.shape[1]
     total, squares = np.empty(dim, np.float32), np.empty(dim, np.float32)
@@ -114,7 +114,7 @@ def _features(rows, dense, dim, wide, pairs, flat, first, last):  # type: ignore
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _gradient(rows, of_wide, of_pairs, of_flat, dim, out, first, last):  # type: ignore[no-untyped-def]
+def _gradient(rows, of_wide, of_pairs, of_flat, dim, out, first, last):
     fields, stored = rows.shape[1], rows.shape[2]
     total = np.empty(dim, np.float32)
     for b in range(first, last):
@@ -131,7 +131,7 @@ def _gradient(rows, of_wide, of_pairs, of_flat, dim, out, first, last):  # type:
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc"})
-def _prelu_product(hidden, slope, kernel, out, first, last):  # type: ignore[no-untyped-def]
+def _prelu_product(hidden, slope, kernel, out, first, last):
     for s in range(first, last):
         total = np.float32(0)
         for h in range(len(kernel)):
@@ -141,7 +141,7 @@ def _prelu_product(hidden, slope, kernel, out, first, last):  # type: ignore[no-
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _prelu_product_gradient(hidden, slope, kernel, grad, out, first, last):  # type: ignore[no-untyped-def]
+def _prelu_product_gradient(hidden, slope, kernel, grad, out, first, last):
     """Returns sums over the steps of the gradient times the negative units and times the PReLU's outputs, [2, H]."""
     size = len(kernel)
     sums = np.zeros((2, size))
