@@ -162,7 +162,7 @@ class DIN(nn.Module):
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         x = self.front(dense, sparse)
-        logits: Tensor = self.output(self.mlp(self.attention(x, dense)))
+        logits: Tensor = self.output.of(self.mlp, self.attention(x, dense))
         return logits
 
 
@@ -235,7 +235,7 @@ class BST(nn.Module):
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         x = self.front(dense, sparse)
-        logits: Tensor = self.output(self.mlp(self.transformers(x, dense)))
+        logits: Tensor = self.output.of(self.mlp, self.transformers(x, dense))
         return logits
 
 
@@ -307,5 +307,5 @@ class HSTU(nn.Module):
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         x = self.front(dense, sparse)
-        logits: Tensor = self.output(self.mlp(self.interests(x, dense)))
+        logits: Tensor = self.output.of(self.mlp, self.interests(x, dense))
         return logits
