@@ -51,6 +51,8 @@ MOST_EPOCHS, FIXED_EPOCHS = 50, 2
 
 The steps of so many epochs count for `train.batch_size = "auto"` where the end of the run is unknown.
 """
+WAIT_STEPS, MOST_PATIENCE = 100, 4
+"""Steps without a better epoch after which `train.epochs = "auto"` ends a run, and the most epochs they may be."""
 _TO_CHANGE = "load_config(path, ['section.key=value', ...]) and dataclasses.replace change values"
 
 
@@ -220,8 +222,10 @@ def with_defaults(
     """
     if begun or not stream:
         config = _with_mean(config, samples, begun)
+    given = config.train.patience
     config = _with_epochs(config, begun, validated=validated, fixed=fixed or stream or samples > RATE_SAMPLES)
     train, optimizer = config.train, config.optimizer
+    patience = train.patience
     if begun:
         size, l2 = begun.train.batch_size, begun.optimizer.l2
         lr, decay = begun.optimizer.embedding_lr, begun.optimizer.lr_decay
@@ -235,6 +239,8 @@ def with_defaults(
         is_adam = "adam" in optimizer.embedding
         lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if is_adam and samples > RATE_SAMPLES else 1.0)
         size = train.batch_size if train.batch_size > 0 else size
+        if patience and not given:
+            patience = min(-(-WAIT_STEPS // -(-trained // size)), MOST_PATIENCE)
         long = not stream and samples >= DECAY_SAMPLES and -(-trained // size) * train.epochs >= DECAY_STEPS
         decays = is_adam and long and optimizer.embedding_lr is None and not train.patience and not train.average
         decay = "linear" if decays else "none"
@@ -242,7 +248,8 @@ def with_defaults(
         l2 = min(max(20 * again / max(samples, 1), 1e-6), 1e-2)
     defaults = {"embedding_lr": lr, "lr_decay": decay, "l2": l2}
     lacking = {key: value for key, value in defaults.items() if getattr(optimizer, key) is None}
-    return with_values(config, train={"batch_size": max(train.batch_size, 0) or size}, optimizer=lacking)
+    sizes = {"batch_size": max(train.batch_size, 0) or size, "patience": patience}
+    return with_values(config, train=sizes, optimizer=lacking)
 
 
 def _with_mean(config: RunConfig, samples: int, begun: RunConfig | None) -> RunConfig:

@@ -51,9 +51,9 @@ class TrainConfig:
             forward and backward pass. One step and one clip over all parts follow. Activations need less memory, and
             results are the same up to rounding. Not with collisionless id tables, nor online.
         epochs: number of passes over the training samples; with `patience`, the largest number. "auto" (or -1), the
-            default, trains as long as the quality of the validation samples improves. It stands for 50 epochs, with
-            `patience` = 1 and checkpoint.keep_best = "logloss" where these have their defaults. It stands for 2 epochs
-            without validation samples or `average`, and in `cowrec sweep` and `cowrec tune`.
+            default, trains as long as the quality of the validation samples improves. It stands for 50 epochs. Where
+            `patience` and checkpoint.keep_best have their defaults, they are then 100 steps in epochs, from 1 to 4, and
+            "logloss". "auto" stands for 2 epochs without validation samples or `average`, and in `cowrec tune`.
         average: whether the running mean of the weights is measured, kept and exported, instead of the last weights. In
             the mean, the later of eight states of each epoch count more; see docs/train.md. Not with collisionless id
             tables. The default is true up to 2,000,000 training samples, but false with collisionless id tables,

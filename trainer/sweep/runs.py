@@ -108,10 +108,10 @@ def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Itera
         yield Runs(folder, results, process)
 
 
-def on_data(config: RunConfig, data_dir: Path, schema: Schema) -> RunConfig:
-    """Sets the data set of a configuration, and the defaults that depend on its samples."""
-    config = with_values(config, data={"dir": str(data_dir)})
-    return with_defaults(config, schema.split("train").rows, fixed=True)
+def on_data(config: RunConfig, data_dir: Path, schema: Schema, *, fixed: bool = False) -> RunConfig:
+    """Sets the data set of a configuration, and the defaults that depend on its samples; :func:`with_defaults`."""
+    config, validated = with_values(config, data={"dir": str(data_dir)}), "validation" in schema.splits
+    return with_defaults(config, schema.split("train").rows, validated=validated, fixed=fixed)
 
 
 def say(text: str) -> None:

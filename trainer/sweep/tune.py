@@ -141,7 +141,7 @@ def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials
     """
     schema = Schema.load(data_dir)
     at_size = with_values(config, train={"batch_size": search.batch_size})  # on which some defaults depend
-    base = search.based_on(on_data(at_size, data_dir, schema))
+    base = search.based_on(on_data(at_size, data_dir, schema, fixed=True))
     ranges, shared = search.searched(base), search.of_trials(base, has_validation="validation" in schema.splits)
     with open_runs(output, shared, RESULTS, "study") as runs:
         study = study_of(search, ranges, runs.lines)

@@ -75,6 +75,17 @@ def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) 
     assert {line["config_sha256"] for line in lines.values()} == {hashlib.sha256(shared).hexdigest()}
 
 
+def test_a_line_equals_the_report_of_a_single_run_that_ends_by_its_validation_quality(
+    folder: Path, tmp_path: Path
+) -> None:
+    auto = ["train.epochs=auto", "train.validation_fraction=0.3", "optimizer.lr_decay=none"]
+    line = run_sweep(folder, tmp_path / "grid", *auto, grid=Grid([102], ["linear"], ["on"], 1))[0]
+    alone = load_config(folder / "run.toml", [*auto, "train.batch_size=102", "optimizer.scaling=linear"])
+    report = train(alone, folder / "data", tmp_path / "alone")
+    assert line["epochs"] == len(report["epochs"]) == line["best_epoch"] + 4  # an epoch has fewer than 25 steps
+    assert (line["auc"], line["best_epoch"]) == (report["auc"], report["epoch"])
+
+
 def test_runs_on_data_that_were_prepared_anew_are_not_compared(folder: Path, tmp_path: Path) -> None:
     data = shutil.copytree(folder / "data", tmp_path / "data")
     config, grid = load_config(folder / "run.toml", ["train.epochs=1"]), Grid([51], ["linear"], ["off"], 1)
