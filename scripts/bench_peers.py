@@ -2,16 +2,16 @@
 
     python scripts/bench_peers.py --output peers.jsonl
     python scripts/bench_peers.py --output few.jsonl --only cowrec-fp32,torch-sparse-adam --batch-sizes 8K
-    python scripts/bench_peers.py --output din.jsonl --din DATA/ml_histories
+    python scripts/bench_peers.py --output din.jsonl --histories DATA/ml_histories --network din
 
 All train DeepFM (embeddings of 10, MLP 400-400-400) on the samples of `cowrec bench`. They run in turns over several
 rounds, each turn in a new process, so that variations of the machine affect all alike. Peers other than plain PyTorch
 and TorchRec are installed into their own virtual environments, which are reused.
 
-`--din` trains DIN here and of FuxiCTR's layers on a prepared data set with a history instead, in turns, a line for each
-run: test AUC by epoch, and training samples/s. Apart from sizes and Adam, "defaults" are each one's own, those of
-`cowrec train` and FuxiCTR's Dice and 1e-3. In "matched", both have PReLU, constant rates of 1e-3, initial rows of
-deviation 1e-4, and neither L2 nor CowClip.
+`--histories` trains a network here and elsewhere on a prepared data set with a history instead, in turns, a line for
+each run: test AUC by epoch, and training samples/s. DIN is compared with FuxiCTR's layers, BST and HSTU with plain
+PyTorch. Apart from sizes and Adam, "defaults" are each one's own, those of `cowrec train` and FuxiCTR's Dice and 1e-3.
+In "matched", both have PReLU, constant rates of 1e-3, initial rows of deviation 1e-4, and neither L2 nor CowClip.
 """
 
 import argparse
@@ -84,7 +84,9 @@ PEERS = {
     "fuxictr": Peer("fuxictr_adam", _UNCLIPPED, ("fuxictr==2.3.10", *_TORCH)),
     "deepctr": Peer("deepctr_keras", _UNCLIPPED, ("deepctr==0.9.4", "tensorflow-cpu==2.21.0", "tf-keras==2.21.0")),
 }
-DIN = {"batch_size": 1024, "epochs": 3, "embedding_dim": 10, "hidden": [512, 128, 64], "attention": 64}
+HISTORIES = {"batch_size": 1024, "epochs": 3, "embedding_dim": 10, "hidden": [512, 128, 64], "attention": 64}
+OF_HISTORIES = {"din": "fuxictr_din", "bst": "torch_histories", "hstu": "torch_histories"}
+"""Module in scripts/peers of each network."""
 MATCHED = (
     *("optimizer.base_batch_size=1024", "optimizer.embedding_lr=1e-3", "optimizer.dense_lr=1e-3", "optimizer.l2=0"),
     *("optimizer.lr_decay=none", "optimizer.warmup_epochs=0", "optimizer.embedding_init_std=1e-4", "clip.rule=none"),
@@ -111,7 +113,8 @@ def main() -> None:
     parser.add_argument("--epoch-share", type=float, default=0.9, help="share of an epoch before timing [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each implementation [%(default)s]")
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of a turn, at least 5 steps [%(default)s]")
-    parser.add_argument("--din", type=Path, help="compare DIN on this prepared data set; --rounds is of seeds")
+    parser.add_argument("--histories", type=Path, help="compare a network on this data set; --rounds is of seeds")
+    parser.add_argument("--network", choices=OF_HISTORIES, default="din", help="network of --histories [%(default)s]")
     parser.add_argument(
         "--venvs", type=Path, default=ROOT / "build" / "peers", help="virtual environments [%(default)s]"
     )
@@ -131,12 +134,12 @@ def main() -> None:
             raise ValueError(f"--rounds must be at least 1, got {arguments.rounds}")
         if not arguments.output.absolute().parent.is_dir():
             raise ValueError(f"the folder of --output {arguments.output} does not exist; create it")
-        if arguments.din:
-            _history_of(Schema.load(arguments.din))
+        if arguments.histories:
+            _history_of(Schema.load(arguments.histories))
     except ValueError as error:
         parser.error(str(error))
-    if arguments.din:
-        bench_din(arguments.din, arguments.rounds, arguments.venvs, arguments.output)
+    if arguments.histories:
+        bench_histories(arguments.network, arguments.histories, arguments.rounds, arguments.venvs, arguments.output)
         return
     lines = bench_peers(names, settings, arguments.rounds, arguments.venvs, arguments.output)
     measured = [line for line in lines if line["error"] is None]
@@ -174,31 +177,36 @@ def bench_peers(names: list[str], settings: Bench, rounds: int, venvs: Path, out
     return lines
 
 
-def bench_din(data: Path, seeds: int, venvs: Path, output: Path) -> None:
-    """Trains DIN here and of FuxiCTR's layers in turns, and writes a JSON line for each run."""
-    history = _history_of(Schema.load(data))
-    pythons, unusable = _pythons(["fuxictr"], venvs)
-    if unusable:
-        raise ProcessFailed(unusable["fuxictr"])
+def bench_histories(network: str, data: Path, seeds: int, venvs: Path, output: Path) -> None:
+    """Trains a network here and elsewhere in turns, and writes a JSON line for each run."""
+    history, worker, python, peer = _history_of(Schema.load(data)), OF_HISTORIES[network], sys.executable, "torch"
+    if network == "din":
+        peer = "fuxictr"
+        pythons, unusable = _pythons([peer], venvs)
+        if unusable:
+            raise ProcessFailed(unusable[peer])
+        python = pythons[peer]
     train = [sys.executable, "-m", "cowrec.trainer", "train"]
-    sizes = [f"model.{key}={DIN[key]}" for key in ("embedding_dim", "hidden")]
-    sizes += [
-        f"model.options.attention={DIN['attention']}",
-        *(f"train.{key}={DIN[key]}" for key in ("batch_size", "epochs")),
-    ]
+    sizes = [f"model.{key}={HISTORIES[key]}" for key in ("embedding_dim", "hidden")]
+    sizes += [f"train.{key}={HISTORIES[key]}" for key in ("batch_size", "epochs")]
+    sizes += [f"model.options.attention={HISTORIES['attention']}"] if network == "din" else []
     with output.open("w", encoding="utf-8", buffering=1) as file:
-        for seed, matched, name in itertools.product(range(seeds), (False, True), ("cowrec-fp32", "fuxictr")):
+        for seed, matched, name in itertools.product(range(seeds), (False, True), ("cowrec-fp32", peer)):
+            if (matched, name) == (False, "torch"):
+                continue  # has no defaults
             line: dict[str, Any] = {"implementation": name, "settings": ("defaults", "matched")[matched], "seed": seed}
-            line |= {**DIN, "data": data.name, "load": os.getloadavg()[0], **environment(torch.device("cpu"))}
+            line |= {"network": network, **HISTORIES, "data": data.name}
+            line |= {"load": os.getloadavg()[0], **environment(torch.device("cpu"))}
             with tempfile.TemporaryDirectory() as folder:
-                if name == "fuxictr":
+                if name == peer:
                     found = Path(folder) / "result.json"
-                    job = {**DIN, "data": str(data.resolve()), "item": history.shares, "history": history.name}
-                    job |= {"activation": "PReLU" if matched else "Dice", "seed": seed, "result": str(found)}
-                    _run([pythons[name], "-m", "scripts.peers.fuxictr_din", json.dumps(job)])
+                    job = {"network": network, **HISTORIES, "data": str(data.resolve()), "seed": seed}
+                    job |= {"item": history.shares, "history": history.name, "result": str(found)}
+                    job |= {"activation": "PReLU" if matched else "Dice"}
+                    _run([python, "-m", f"scripts.peers.{worker}", json.dumps(job)])
                     line |= json.loads(found.read_text(encoding="utf-8"))
                 else:
-                    (Path(folder) / "run.toml").write_text('model.name = "din"\n')
+                    (Path(folder) / "run.toml").write_text(f'model.name = "{network}"\n')
                     given = [*sizes, f"train.seed={seed}", *(MATCHED if matched else ())]
                     settings = [part for each in given for part in ("--set", each)]
                     places = ["--data", str(data.resolve()), "--run-dir", f"{folder}/run"]
@@ -211,10 +219,10 @@ def bench_din(data: Path, seeds: int, venvs: Path, output: Path) -> None:
 
 
 def _history_of(schema: Schema) -> SparseField:
-    """The history that DIN attends to. Raises ValueError for a data set that is not measured after each epoch."""
+    """The history that a network reads. Raises ValueError for a data set that is not measured after each epoch."""
     history = next((field for field in schema.sparse if field.shares), None)
     if history is None:
-        raise ValueError("the data set has no sequence that shares the table of a field; DIN needs one")
+        raise ValueError("the data set has no sequence that shares the table of a field; --histories needs one")
     if "validation" in schema.splits and schema.split("validation").rows:
         raise ValueError(
             "the data set has a validation split, so that test AUC is measured once; prepare it with"

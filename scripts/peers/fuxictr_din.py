@@ -1,31 +1,19 @@
 """DIN of FuxiCTR's layers, which the package has without the model, trained on a prepared data set with a history.
 
-Its Adam has dense gradients, its gradient clip is one norm over all parameters. Samples are in memory as tensors, ids
-are one higher than stored, because 0 is FuxiCTR's padding. Its early stopping and its lower rate after an epoch that is
-no better are left out.
-
-B samples, L ids of the longest history.
+Its Adam has dense gradients, its gradient clip is one norm over all parameters. Its early stopping and its lower rate
+after an epoch that is no better are left out.
 """
 
-import json
-import sys
 import tempfile
-import time
-from importlib.metadata import version
-from pathlib import Path
-from platform import python_version
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import pyarrow.parquet as pq
-import torch
 from fuxictr.features import FeatureMap
 from fuxictr.pytorch.layers import DIN_Attention, FeatureEmbeddingDict, MLP_Block
 from fuxictr.pytorch.models import BaseModel
-from sklearn.metrics import roc_auc_score
-from torch import Tensor
+from torch import Tensor, nn
 
-LABEL = "label"
+from .histories import LABEL, Samples, work
 
 
 class DIN(BaseModel):
@@ -43,7 +31,7 @@ class DIN(BaseModel):
         self.reset_parameters()
         self._max_gradient_norm = 10.0  # set by `fit` before its first step
 
-    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, inputs: Samples) -> Samples:
         fields = self.get_inputs(inputs)
         embedded = self.embeddings(fields)
         mask = fields[self.history] != 0
@@ -51,27 +39,7 @@ class DIN(BaseModel):
         return {"y_pred": self.mlp(self.embeddings.dict2tensor(embedded, flatten_emb=True))}
 
 
-def columns(folder: Path, fields: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Labels, ids [B], and histories [B, L], with zeros before the oldest id."""
-    table, found = pq.read_table(sorted(folder.glob("*.parquet"))).combine_chunks(), {}
-    for field in fields:
-        column, length = table[field["name"]].combine_chunks(), field["max_length"]
-        if length:
-            ends = column.offsets.to_numpy()[1:]
-            ages = np.arange(length, 0, -1)
-            present = ages <= np.diff(column.offsets.to_numpy())[:, None]
-            ids = np.where(present, column.values.to_numpy()[np.maximum(ends[:, None] - ages, 0)] + 1, 0)
-        else:
-            ids = column.to_numpy() + 1
-        found[field["name"]] = torch.from_numpy(ids.astype(np.int64))
-    return found | {LABEL: torch.from_numpy(table[LABEL].to_numpy().astype(np.float32))}
-
-
-def main() -> None:
-    """Trains the job of the command line, and writes test AUC by epoch, samples a second, and versions."""
-    job = json.loads(sys.argv[1])
-    data = Path(job["data"])
-    fields = json.loads((data / "schema.json").read_text(encoding="utf-8"))["sparse"]
+def build(fields: list[dict[str, Any]], job: dict[str, Any]) -> tuple[nn.Module, Callable[[Samples], Any]]:
     folder = tempfile.gettempdir()
     features = FeatureMap("histories", folder)
     features.labels = [LABEL]
@@ -80,26 +48,14 @@ def main() -> None:
         features.features[field["name"]] = {"source": "", "vocab_size": field["num_embeddings"] + 1, **kind}
         features.features[field["name"]] |= {"padding_idx": 0} if field["name"] in (job["item"], job["history"]) else {}
     features.num_fields = features.get_num_fields()
-    train, test = (columns(data / split, fields) for split in ("train", "test"))
-    torch.manual_seed(job["seed"])
     model = DIN(features, folder, job)
-    seconds, aucs = 0.0, []
-    for _ in range(job["epochs"]):
-        model.train()
-        started = time.perf_counter()
-        for batch in torch.randperm(len(train[LABEL])).split(job["batch_size"]):
-            model.train_step({name: column[batch] for name, column in train.items()}).item()
-        seconds += time.perf_counter() - started
-        model.eval()
-        with torch.no_grad():
-            parts = torch.arange(len(test[LABEL])).split(16384)
-            predicted = [model({name: column[part] for name, column in test.items()})["y_pred"] for part in parts]
-        aucs.append(roc_auc_score(test[LABEL], torch.cat(predicted)))
-    versions = {"python": python_version()} | {name: version(name) for name in ("fuxictr", "torch")}
-    speed = job["epochs"] * len(train[LABEL]) / seconds
-    result = {"auc": aucs, "samples_per_second": speed, "versions": versions}
-    Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
+    return model, lambda samples: model.train_step(samples).item()
+
+
+def predict(model: nn.Module, samples: Samples) -> Tensor:
+    predicted: Tensor = model(samples)["y_pred"]
+    return predicted
 
 
 if __name__ == "__main__":
-    main()
+    work(build, predict, ["fuxictr", "torch"])
