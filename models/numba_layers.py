@@ -1,9 +1,9 @@
 """Layers on CPU that take one pass over their inputs, and one pass for their gradient. Compiled by numba, float32.
 
 torch's operations pass over the looked-up rows eleven times for the front's features and their gradient, which takes a
-tenth of a step of 1,024 samples; and over the hidden layer of an activation unit twelve times.
+tenth of a step of 1,024 samples; and over the hidden layer of an activation unit fifteen times.
 
-Sizes: B samples, F fields, D embedding width, P stored width of a row, N dense features, S steps of all histories, H
+Sizes: B samples, F fields, D embedding width, P stored width of a row, N dense features, L positions of a history, H
 hidden units.
 """
 
@@ -19,8 +19,6 @@ from torch import Tensor
 
 _LEAST_NUMBERS = 1 << 21
 """Least numbers of inputs for each thread, which takes longer to wake up than fewer numbers take to read."""
-_SUMMED = 512
-"""Steps that are summed in float32; their sums are added in float64."""
 
 
 def features_on_cpu(rows: Tensor, dense: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,23 +56,30 @@ def features_backward_on_cpu(
     return grad_rows
 
 
-def prelu_product_on_cpu(hidden: Tensor, slope: Tensor, kernel: Tensor) -> Tensor:
-    """Computes ``prelu(hidden) @ kernel``, [S], of float32 [S, H], a slope [1] and a kernel [H, 1]."""
-    out = hidden.new_empty(len(hidden))
-    given = [tensor.detach().contiguous().view(-1).numpy() for tensor in (slope, kernel)]
-    _in_threads(_prelu_product, hidden, hidden.detach().contiguous().numpy(), *given, out.numpy())
+def prelu_product_on_cpu(hidden: Tensor, shift: Tensor, slope: Tensor, kernel: Tensor) -> Tensor:
+    """Computes ``prelu(hidden + shift[:, None]) @ kernel``, [B, L].
+
+    Args:
+        hidden: float32 [B, L, H].
+        shift: float32 [B, H].
+        slope: float32 [1].
+        kernel: float32 [H, 1].
+    """
+    out = hidden.new_empty(hidden.shape[:2])
+    given = [tensor.detach().contiguous().numpy() for tensor in (hidden, shift, slope, kernel.view(-1))]
+    _in_threads(_prelu_product, hidden, *given, out.numpy())
     return out
 
 
 def prelu_product_backward_on_cpu(
-    hidden: Tensor, slope: Tensor, kernel: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of the hidden units, the slope and the kernel; ``grad`` is the result's gradient, [S]."""
-    out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    given = [tensor.contiguous().view(-1).numpy() for tensor in (slope, kernel, grad)]
-    sums = sum(_in_threads(_prelu_product_gradient, hidden, hidden.contiguous().numpy(), *given, out.numpy()))
+    hidden: Tensor, shift: Tensor, slope: Tensor, kernel: Tensor, grad: Tensor
+) -> tuple[Tensor, ...]:
+    """Computes the gradients of the four inputs of :func:`prelu_product_on_cpu` from that of its result, [B, L]."""
+    out, of_shift = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (hidden, shift))
+    given = [tensor.contiguous().numpy() for tensor in (hidden, shift, slope, kernel.view(-1), grad)]
+    sums = sum(_in_threads(_prelu_product_gradient, hidden, *given, out.numpy(), of_shift.numpy()))
     of_slope, of_kernel = torch.from_numpy(sums).float()
-    return out, (of_slope @ kernel), of_kernel[:, None]
+    return out, of_shift, of_slope @ kernel, of_kernel[:, None]
 
 
 @cache
@@ -131,31 +136,39 @@ def _gradient(rows, of_wide, of_pairs, of_flat, dim, out, first, last):
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc"})
-def _prelu_product(hidden, slope, kernel, out, first, last):
-    for s in range(first, last):
-        total = np.float32(0)
-        for h in range(len(kernel)):
-            value = hidden[s, h]
-            total += (value if value > 0 else slope[0] * value) * kernel[h]
-        out[s] = total
+def _prelu_product(hidden, shift, slope, kernel, out, first, last):
+    for b in range(first, last):
+        for position in range(hidden.shape[1]):
+            total = np.float32(0)
+            for h in range(len(kernel)):
+                value = hidden[b, position, h] + shift[b, h]
+                total += (value if value > 0 else slope[0] * value) * kernel[h]
+            out[b, position] = total
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _prelu_product_gradient(hidden, slope, kernel, grad, out, first, last):
-    """Returns sums over the steps of the gradient times the negative units and times the PReLU's outputs, [2, H]."""
+def _prelu_product_gradient(hidden, shift, slope, kernel, grad, out, of_shift, first, last):
+    """Returns sums of the gradient times the negative units and times the PReLU's outputs, float64 [2, H].
+
+    The positions of a sample are summed in float32, the samples in float64.
+    """
     size = len(kernel)
     sums = np.zeros((2, size))
     negative, activated = np.empty(size, np.float32), np.empty(size, np.float32)
-    for begin in range(first, last, _SUMMED):
+    for b in range(first, last):
         negative[:] = 0
         activated[:] = 0
-        for s in range(begin, min(begin + _SUMMED, last)):
+        of_shift[b] = 0
+        for position in range(hidden.shape[1]):
+            of_product = grad[b, position]
             for h in range(size):
-                value = hidden[s, h]
+                value = hidden[b, position, h] + shift[b, h]
                 below = min(value, np.float32(0))
-                out[s, h] = grad[s] * kernel[h] * (np.float32(1) if value > 0 else slope[0])
-                negative[h] += grad[s] * below
-                activated[h] += grad[s] * (value - below + slope[0] * below)
+                of_unit = of_product * kernel[h] * (np.float32(1) if value > 0 else slope[0])
+                out[b, position, h] = of_unit
+                of_shift[b, h] += of_unit
+                negative[h] += of_product * below
+                activated[h] += of_product * (value - below + slope[0] * below)
         for h in range(size):
             sums[0, h] += negative[h]
             sums[1, h] += activated[h]

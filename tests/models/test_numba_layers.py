@@ -31,14 +31,16 @@ def test_features_on_cpu_are_those_of_float64(shape: tuple[int, int, int, int]) 
     compare_features(shape, torch.float32)
 
 
-@pytest.mark.parametrize(("steps", "size"), [(0, 3), (1, 1), (1500, 37), (30_000, 64)])
-def test_a_prelu_and_the_product_behind_it_are_those_of_float64(steps: int, size: int) -> None:
-    torch.manual_seed(steps)
-    shapes = (steps, size), (1,), (size, 1)
-    leaves, grad = [torch.randn(shape) for shape in shapes], torch.randn(steps)
+@pytest.mark.parametrize("shape", [(0, 2, 3), (1, 1, 1), (300, 5, 37), (1500, 20, 64)])
+def test_a_prelu_and_the_product_behind_it_are_those_of_float64(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(shape[0])
+    samples, positions, size = shape
+    shapes: list[tuple[int, ...]] = [shape, (samples, size), (1,), (size, 1)]
+    leaves, grad = [torch.randn(shape) for shape in shapes], torch.randn(samples, positions)
     found, expected = ([leaf.to(kind, copy=True).requires_grad_() for leaf in leaves] for kind in (None, torch.float64))
     of_kernels = _PreluProduct.apply(*found)
-    of_torch = (F.prelu(*expected[:2]) @ expected[2]).squeeze(1)
+    hidden, shift, slope, kernel = expected
+    of_torch = (F.prelu(hidden + shift[:, None], slope) @ kernel).squeeze(2)
     of_kernels.backward(grad)
     of_torch.backward(grad.double())
     check_close(
