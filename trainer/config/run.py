@@ -240,7 +240,7 @@ def with_defaults(
         lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if is_adam and samples > RATE_SAMPLES else 1.0)
         size = train.batch_size if train.batch_size > 0 else size
         if patience and not given:
-            patience = min(-(-WAIT_STEPS // -(-trained // size)), MOST_PATIENCE)
+            patience = _patience(-(-trained // size))
         long = not stream and samples >= DECAY_SAMPLES and -(-trained // size) * train.epochs >= DECAY_STEPS
         decays = is_adam and long and optimizer.embedding_lr is None and not train.patience and not train.average
         decay = "linear" if decays else "none"
@@ -281,6 +281,11 @@ def _with_epochs(config: RunConfig, begun: RunConfig | None, *, validated: bool,
     )
 
 
+def _patience(epoch_steps: int) -> int:
+    """Epochs without a better one after which a run ends."""
+    return min(-(-WAIT_STEPS // epoch_steps), MOST_PATIENCE)
+
+
 def largest_batch(samples: int, epochs: int, most: int = 1 << 62) -> int:
     """Finds the largest power of two, up to ``most``, with which so many epochs have FEW_STEPS steps; else 1."""
     enough = -(-FEW_STEPS // epochs)  # steps an epoch, of which the last may be short
@@ -298,6 +303,7 @@ def few_steps_warning(config: RunConfig, samples: int, steps: int, *, validated:
     epochs, size = config.train.epochs, config.train.batch_size
     if steps >= FEW_STEPS:
         return ""
+    epoch_steps = -(-samples // size)
     smaller = largest_batch(samples, epochs)
     is_enough = -(-samples // smaller) * epochs >= FEW_STEPS
     remedy = f"train.batch_size to {smaller}, or " if is_enough else ""
@@ -305,7 +311,7 @@ def few_steps_warning(config: RunConfig, samples: int, steps: int, *, validated:
     return (
         f"warning: the run has {steps} steps, below {FEW_STEPS}: too few for train.batch_size = {size} to reach what"
         f" {'a smaller batch does' if is_enough else 'more steps would'}; set {remedy}train.epochs to"
-        f" {-(-FEW_STEPS // -(-samples // size))} together with {hold_out}train.patience = 1 and"
+        f" {-(-FEW_STEPS // epoch_steps)} together with {hold_out}train.patience = {_patience(epoch_steps)} and"
         ' checkpoint.keep_best = "logloss", since more epochs may learn rare ids by heart'
     )
 
