@@ -43,14 +43,14 @@ With more samples, rates fall over two epochs by default, since the mean of the 
 DECAY_SAMPLES, DECAY_STEPS = 100_000, 100
 """Samples and steps of a run from which the default rates decay. Of few steps none may be a small one."""
 FEW_STEPS = 200
-"""With fewer steps, a run shows how short it is, not how good its values or its scaling rule are."""
+"""With fewer steps, a run shows how short it is, not how good its values or its scaling rule are.
+
+With fewer in an epoch, AUC was lower than at the default batch size, see `train.batch_size = "auto"`.
+"""
 MOST_AUTO_BATCH = 1 << 16
 """Largest `train.batch_size = "auto"`: 128 times the largest default."""
 MOST_EPOCHS, FIXED_EPOCHS = 50, 2
-"""Epochs of `train.epochs = "auto"`: the most of a run that its validation quality ends, and those of other runs.
-
-The steps of so many epochs count for `train.batch_size = "auto"` where the end of the run is unknown.
-"""
+"""Epochs of `train.epochs = "auto"`: the most of a run that its validation quality ends, and those of other runs."""
 WAIT_STEPS, MOST_PATIENCE = 100, 4
 """Steps without a better epoch after which `train.epochs = "auto"` ends a run, and the most epochs they may be."""
 _TO_CHANGE = "load_config(path, ['section.key=value', ...]) and dataclasses.replace change values"
@@ -231,11 +231,9 @@ def with_defaults(
         lr, decay = begun.optimizer.embedding_lr, begun.optimizer.lr_decay
     else:
         trained = samples - round(samples * train.validation_fraction)
-        expected = FIXED_EPOCHS if train.patience else train.epochs
         size = min(max(1 << max(trained // 100, 1).bit_length() - 1, 64), 512)
         if train.batch_size == AUTO:
-            most = min(MOST_AUTO_BATCH, 1 << max(trained, 1).bit_length() - 1)
-            size = max(largest_batch(trained, expected, most), 64)
+            size = max(largest_batch(trained, 1, MOST_AUTO_BATCH), size)
         is_adam = "adam" in optimizer.embedding
         lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if is_adam and samples > RATE_SAMPLES else 1.0)
         size = train.batch_size if train.batch_size > 0 else size

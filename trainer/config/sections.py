@@ -44,8 +44,8 @@ class TrainConfig:
 
     Attributes:
         batch_size: number of samples in a step, over all processes. 0: the largest power of two with at least 100 full
-            steps in an epoch, but from 64 to 512. "auto" (or -1): the largest power of two with which the run has 200
-            steps, but from 64 to 65,536. Online, both mean optimizer.base_batch_size.
+            steps in an epoch, but from 64 to 512. "auto" (or -1): the largest power of two, up to 65,536, with at least
+            200 steps in an epoch, but at least the default. Online, both mean optimizer.base_batch_size.
         eval_batch_size: number of samples in a batch of an evaluation, over all processes.
         accumulation: number of parts of each global batch. A process takes the parts one after the other, each with its
             forward and backward pass. One step and one clip over all parts follow. Activations need less memory, and

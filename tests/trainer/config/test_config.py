@@ -224,33 +224,28 @@ def test_epochs_of_auto_end_by_the_validation_quality(tmp_path: Path) -> None:
     assert with_defaults(RunConfig(), 300, load_config(tmp_path / "saved.toml")) == defaults
 
 
-@pytest.mark.parametrize(("samples", "epochs"), [(100, 2), (70_001, 1), (300_000, 2), (300_000, 3), (7_000_000, 2)])
-def test_a_batch_size_of_auto_is_the_largest_that_leaves_200_steps(tmp_path: Path, samples: int, epochs: int) -> None:
-    """The warning names the same batch size, and epochs that suffice; none with both."""
-    config = load(tmp_path, f'[train]\nbatch_size = "auto"\nepochs = {epochs}\nvalidation_fraction = 0.5')
-    size = with_defaults(config, 2 * samples).train.batch_size
-    sizes = [1 << power for power in range(6, 17)]
-    assert size == max(
-        [batch_size for batch_size in sizes if math.ceil(samples / batch_size) * epochs >= 200], default=64
-    )
+@pytest.mark.parametrize("samples", [100, 12_800, 51_200, 102_399, 102_401, 300_000, 7_000_000, 50_000_000])
+def test_a_batch_size_of_auto_is_the_largest_with_200_steps_in_an_epoch(tmp_path: Path, samples: int) -> None:
+    config = load(tmp_path, '[train]\nbatch_size = "auto"\nvalidation_fraction = 0.5')
+    by_default = with_defaults(load(tmp_path, "[train]\nvalidation_fraction = 0.5"), 2 * samples).train.batch_size
+    enough = [1 << power for power in range(17) if math.ceil(samples / (1 << power)) >= 200]
+    assert with_defaults(config, 2 * samples).train.batch_size == max([*enough, by_default])
 
+
+@pytest.mark.parametrize(("samples", "epochs"), [(100, 2), (70_001, 1), (300_000, 2), (300_000, 3), (7_000_000, 2)])
+def test_the_warning_of_few_steps_names_a_batch_size_and_epochs_that_suffice(
+    tmp_path: Path, samples: int, epochs: int
+) -> None:
     def warning(size: int, epochs: int) -> str:
         given = load(tmp_path, f"[train]\nbatch_size = {size}\nepochs = {epochs}")
         return few_steps_warning(given, samples, math.ceil(samples / size) * epochs)
 
-    assert samples == 100 or warning(size, epochs) == ""
     text = warning(1 << 20, epochs)
     smaller, more = map(
         int, re.findall(r"set train.batch_size to (\d+), or train.epochs to (\d+) together with", text)[0]
     )
     cases = ((2 * smaller, epochs), (smaller, epochs), (1 << 20, more - 1), (1 << 20, more))
     assert [bool(warning(*case)) for case in cases] == [True, False, True, False]
-
-
-def test_a_batch_size_of_auto_has_no_more_than_the_samples(tmp_path: Path) -> None:
-    """Its rates would be those of samples that are not there."""
-    config = load(tmp_path, '[train]\nbatch_size = "auto"\nepochs = 200')
-    assert with_defaults(config, 1000).train.batch_size == 512
 
 
 def test_no_batch_size_is_named_where_none_leaves_200_steps(tmp_path: Path) -> None:
