@@ -281,7 +281,7 @@ def _with_epochs(config: RunConfig, begun: RunConfig | None, *, validated: bool,
 
 def _patience(epoch_steps: int) -> int:
     """Epochs without a better one after which a run ends."""
-    return min(-(-WAIT_STEPS // epoch_steps), MOST_PATIENCE)
+    return min(-(-WAIT_STEPS // max(epoch_steps, 1)), MOST_PATIENCE)
 
 
 def largest_batch(samples: int, epochs: int, most: int = 1 << 62) -> int:

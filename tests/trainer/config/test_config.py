@@ -207,6 +207,7 @@ def test_epochs_of_auto_end_by_the_validation_quality(tmp_path: Path) -> None:
     assert found("", 2_000_000, validated=True)[0] == 50
     of_sizes = [f"[train]\nbatch_size = {size}" for size in (1_024, 2_048, 4_096, 65_536)]  # 100, 50, 25 and 2 steps
     assert [found(toml, 102_400, validated=True)[2] for toml in of_sizes] == [1, 2, 4, 4]
+    assert found("", 0, validated=True)[2] == 4  # refused later, with a message
     assert found("", 2_000_001, validated=True)[:3] == (2, False, 0)
     assert found("[train]\nepochs = 2", validated=True)[:3] == (2, True, 0)
     assert found(held_out, fixed=True) == (2, True, 0, 0.2, "none", "none")
