@@ -237,9 +237,10 @@ def with_defaults(
         is_adam = "adam" in optimizer.embedding
         lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if is_adam and samples > RATE_SAMPLES else 1.0)
         size = train.batch_size if train.batch_size > 0 else size
+        epoch_steps = -(-trained // size)
         if patience and not given:
-            patience = _patience(-(-trained // size))
-        long = not stream and samples >= DECAY_SAMPLES and -(-trained // size) * train.epochs >= DECAY_STEPS
+            patience = _patience(epoch_steps)
+        long = not stream and samples >= DECAY_SAMPLES and epoch_steps * train.epochs >= DECAY_STEPS
         decays = is_adam and long and optimizer.embedding_lr is None and not train.patience and not train.average
         decay = "linear" if decays else "none"
         again = 0 if stream else min(train.epochs, 4) if train.average else min(train.epochs - 1, 2)
