@@ -45,6 +45,8 @@ def sweep(
 ) -> None:
     """Trains a grid of batch sizes, scaling rules, clip on and off; writes sweep.jsonl and sweep.png, prints a table.
 
+    Each run trains as long as `cowrec train` does; train.epochs gives all runs the same number of epochs.
+
     After an interruption the same command continues; with more values it adds runs to the sweep.
 
     Example: `cowrec sweep run.toml --data data/criteo --batch-sizes 1K,8K,64K`
