@@ -1,10 +1,11 @@
 """Layers on CPU that take one pass over their inputs, and one pass for their gradient. Compiled by numba, float32.
 
 torch's operations pass over the looked-up rows eleven times for the front's features and their gradient, which takes a
-tenth of a step of 1,024 samples; and over the hidden layer of an activation unit fifteen times.
+tenth of a step of 1,024 samples; over the hidden layer of an activation unit fifteen times; and its products of small
+matrices take most of the time of an attention with narrow heads.
 
 Sizes: B samples, F fields, D embedding width, P stored width of a row, N dense features, L positions of a history, H
-hidden units.
+hidden units or heads, n positions that an attention reads, m positions for which it has outputs, d = D / H.
 """
 
 from collections.abc import Callable
@@ -82,14 +83,45 @@ def prelu_product_backward_on_cpu(
     return out, of_shift, of_slope @ kernel, of_kernel[:, None]
 
 
+def attention_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, heads: int, distance_bias: Tensor | None
+) -> Tensor:
+    """Computes ``cowrec.models.networks.histories.attention`` in float32, [B, m, D]."""
+    out = query.new_empty(query.shape)
+    arguments = _attention_arguments(query, key, value, mask, heads, distance_bias)
+    _in_threads(_attention, query, *arguments, out.numpy(), work=query.numel() * key.shape[1])
+    return out
+
+
+def attention_backward_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, heads: int, distance_bias: Tensor | None, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Computes the gradients of query, key, value and bias of :func:`attention_on_cpu` from that of its result."""
+    found = [each.new_empty(each.shape) for each in (query, key, value)]
+    arguments = _attention_arguments(query, key, value, mask, heads, distance_bias)
+    outputs = (grad.contiguous().numpy(), *(each.numpy() for each in found))
+    sums = sum(_in_threads(_attention_gradient, query, *arguments, *outputs, work=query.numel() * key.shape[1]))
+    return *found, None if distance_bias is None else torch.from_numpy(sums).float()
+
+
+def _attention_arguments(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, heads: int, distance_bias: Tensor | None
+) -> list[Any]:
+    bias = query.new_empty(0) if distance_bias is None else distance_bias
+    return [*(each.detach().numpy() for each in (query, key, value, mask, bias)), heads]
+
+
 @cache
 def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="cowrec-layers")
 
 
-def _in_threads(kernel: Callable[..., Any], inputs: Tensor, *arguments: Any) -> list[Any]:
-    """Runs a kernel on equal parts of the inputs' first dimension, each in a thread; returns its results in order."""
-    size, parts = len(inputs), max(1, min(torch.get_num_threads(), inputs.numel() // _LEAST_NUMBERS))
+def _in_threads(kernel: Callable[..., Any], inputs: Tensor, *arguments: Any, work: int = 0) -> list[Any]:
+    """Runs a kernel on equal parts of the inputs' first dimension, each in a thread; returns its results in order.
+
+    ``work`` counts the numbers that the kernel reads, if the kernel reads each of the inputs more than once.
+    """
+    size, parts = len(inputs), max(1, min(torch.get_num_threads(), (work or inputs.numel()) // _LEAST_NUMBERS))
     limits = [size * part // parts for part in range(parts + 1)]
     others = [_threads(parts - 1).submit(kernel, *arguments, *limits[part : part + 2]) for part in range(1, parts)]
     return [kernel(*arguments, *limits[:2]), *(other.result() for other in others)]
@@ -173,3 +205,197 @@ def _prelu_product_gradient(hidden, shift, slope, kernel, grad, out, of_shift, f
             sums[0, h] += negative[h]
             sums[1, h] += activated[h]
     return sums
+
+
+_LANES = 64
+"""Pairs of a sample and a head that a loop of the attention computes side by side, in the columns of its buffers."""
+
+
+@numba.njit(inline="always")
+def _exp(x):
+    """e to the x for x in [-87, 88], and the value at the border beyond, with a relative error below 2e-7.
+
+    numba's own cannot be computed for several numbers at once. Source: Cephes, expf.c.
+    """
+    x = x if not x < np.float32(-87) else np.float32(-87)  # nan stays nan
+    x = x if not x > np.float32(88) else np.float32(88)
+    power = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    x = x - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
+    sum_ = np.float32(1.9875691500e-4)
+    sum_ = sum_ * x + np.float32(1.3981999507e-3)
+    sum_ = sum_ * x + np.float32(8.3334519073e-3)
+    sum_ = sum_ * x + np.float32(4.1665795894e-2)
+    sum_ = sum_ * x + np.float32(1.6666665459e-1)
+    sum_ = sum_ * x + np.float32(5.0000001201e-1)
+    sum_ = sum_ * x * x + x + np.float32(1)
+    return sum_ * np.int32((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@numba.njit(inline="always")
+def _columns(positions, width):
+    return np.zeros((positions, width, _LANES), np.float32)
+
+
+@numba.njit(inline="always")
+def _ones(positions):
+    return np.ones((positions, _LANES), np.float32)
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _load(source, pair, pairs, heads, out):
+    """Copies pairs of a sample and a head of [B, n, D] to the columns of [n, d, _LANES]."""
+    positions, width = out.shape[:2]
+    for lane in range(pairs):
+        b, first = (pair + lane) // heads, (pair + lane) % heads * width
+        for j in range(positions):
+            for c in range(width):
+                out[j, c, lane] = source[b, j, first + c]
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _store(columns, pair, pairs, heads, out):
+    """Copies the other way round."""
+    positions, width = columns.shape[:2]
+    for lane in range(pairs):
+        b, first = (pair + lane) // heads, (pair + lane) % heads * width
+        for j in range(positions):
+            for c in range(width):
+                out[b, j, first + c] = columns[j, c, lane]
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _load_seen(mask, pair, pairs, heads, out):
+    for lane in range(pairs):
+        for j in range(len(out)):
+            out[j, lane] = mask[(pair + lane) // heads, j]
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+def _attention_weights(query, keys, seen, bias, position, weights, slopes, work):
+    """Writes the weights of a position, [n, _LANES], and under a bias their derivatives by the scores.
+
+    Returns the number of positions that the position may see.
+    """
+    count, width = keys.shape[:2]
+    is_softmax = len(bias) == 0
+    scale = np.float32(1 / np.sqrt(width)) if is_softmax else np.float32(1)
+    least = np.float32(-3e38)
+    inverse = np.float32(1) / np.float32(count)
+    if not is_softmax:
+        count = position + 1
+    for j in range(count):
+        for lane in range(_LANES):
+            weights[j, lane] = 0
+        for c in range(width):
+            for lane in range(_LANES):
+                weights[j, lane] += query[c, lane] * keys[j, c, lane]
+    if is_softmax:
+        largest, total = work[0], work[1]
+        for lane in range(_LANES):
+            largest[lane] = least
+            total[lane] = 0
+        for j in range(count):
+            for lane in range(_LANES):
+                score = weights[j, lane] if seen[j, lane] > 0 else least
+                largest[lane] = score if score > largest[lane] else largest[lane]
+        for j in range(count):
+            for lane in range(_LANES):
+                weight = seen[j, lane] * _exp(scale * (weights[j, lane] - largest[lane]))
+                weights[j, lane] = weight
+                total[lane] += weight
+        for j in range(count):
+            for lane in range(_LANES):
+                weights[j, lane] /= total[lane]
+    else:
+        for j in range(count):
+            shift = bias[position - j]
+            for lane in range(_LANES):
+                score, factor = weights[j, lane] + shift, seen[j, lane] * inverse
+                gate = np.float32(1) / (np.float32(1) + _exp(-score))
+                weights[j, lane] = factor * (score * gate)
+                slopes[j, lane] = factor * (gate * (np.float32(1) + score * (np.float32(1) - gate)))
+    return count
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+def _attention(query, key, value, mask, bias, heads, out, first, last):
+    positions, outputs, width = key.shape[1], query.shape[1], query.shape[2] // heads
+    queries, attended = _columns(outputs, width), _columns(outputs, width)
+    keys, values = _columns(positions, width), _columns(positions, width)
+    seen, weights, slopes, work = _ones(positions), _ones(positions), _ones(positions), _ones(2)
+    for pair in range(first * heads, last * heads, _LANES):
+        pairs = min(_LANES, last * heads - pair)
+        _load(query, pair, pairs, heads, queries)
+        _load(key, pair, pairs, heads, keys)
+        _load(value, pair, pairs, heads, values)
+        _load_seen(mask, pair, pairs, heads, seen)
+        attended[:] = 0
+        for i in range(outputs):
+            position = positions - outputs + i
+            count = _attention_weights(queries[i], keys, seen, bias, position, weights, slopes, work)
+            for j in range(count):
+                for c in range(width):
+                    for lane in range(_LANES):
+                        attended[i, c, lane] += weights[j, lane] * values[j, c, lane]
+        _store(attended, pair, pairs, heads, out)
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+def _attention_gradient(query, key, value, mask, bias, heads, grad, of_query, of_key, of_value, first, last):
+    """Returns the gradient of the bias, float64 [n]."""
+    positions, outputs, width = key.shape[1], query.shape[1], query.shape[2] // heads
+    queries, of_queries, of_outputs = _columns(outputs, width), _columns(outputs, width), _columns(outputs, width)
+    keys, of_keys = _columns(positions, width), _columns(positions, width)
+    values, of_values = _columns(positions, width), _columns(positions, width)
+    seen, weights, slopes, of_scores = _ones(positions), _ones(positions), _ones(positions), _ones(positions)
+    work, sums = _ones(2), np.zeros((len(bias), _LANES))
+    is_softmax = len(bias) == 0
+    scale = np.float32(1 / np.sqrt(width))
+    for pair in range(first * heads, last * heads, _LANES):
+        pairs = min(_LANES, last * heads - pair)
+        _load(query, pair, pairs, heads, queries)
+        _load(key, pair, pairs, heads, keys)
+        _load(value, pair, pairs, heads, values)
+        _load_seen(mask, pair, pairs, heads, seen)
+        of_outputs[:] = 0  # no pair of an earlier block in a column beyond the pairs of this one
+        _load(grad, pair, pairs, heads, of_outputs)
+        of_queries[:] = 0
+        of_keys[:] = 0
+        of_values[:] = 0
+        for i in range(outputs):
+            position = positions - outputs + i
+            count = _attention_weights(queries[i], keys, seen, bias, position, weights, slopes, work)
+            for j in range(count):
+                for lane in range(_LANES):
+                    of_scores[j, lane] = 0
+                for c in range(width):
+                    for lane in range(_LANES):
+                        of_scores[j, lane] += of_outputs[i, c, lane] * values[j, c, lane]
+                    for lane in range(_LANES):
+                        of_values[j, c, lane] += weights[j, lane] * of_outputs[i, c, lane]
+            if is_softmax:
+                total = work[0]
+                for lane in range(_LANES):
+                    total[lane] = 0
+                for j in range(count):
+                    for lane in range(_LANES):
+                        total[lane] += weights[j, lane] * of_scores[j, lane]
+                for j in range(count):
+                    for lane in range(_LANES):
+                        of_scores[j, lane] = scale * (weights[j, lane] * (of_scores[j, lane] - total[lane]))
+            else:
+                for j in range(count):
+                    for lane in range(_LANES):
+                        of_scores[j, lane] *= slopes[j, lane]
+                    for lane in range(_LANES):
+                        sums[position - j, lane] += of_scores[j, lane]
+            for j in range(count):
+                for c in range(width):
+                    for lane in range(_LANES):
+                        of_queries[i, c, lane] += of_scores[j, lane] * keys[j, c, lane]
+                    for lane in range(_LANES):
+                        of_keys[j, c, lane] += of_scores[j, lane] * queries[i, c, lane]
+        _store(of_queries, pair, pairs, heads, of_query)
+        _store(of_keys, pair, pairs, heads, of_key)
+        _store(of_values, pair, pairs, heads, of_value)
+    return sums.sum(1)

@@ -167,6 +167,59 @@ class DIN(nn.Module):
         return logits
 
 
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, heads: int, distance_bias: Tensor | None = None
+) -> Tensor:
+    """Attention of the last m of n positions over the positions that a mask shows, in each head by itself.
+
+    The weights are softmax(q k' / sqrt(D / H)). With a bias for each distance between positions, [n], they are
+    silu(q k' + bias) / n, and no position sees a later one.
+
+    Queries [B, m, D], keys and values [B, n, D], mask bool [B, n], true once or more for a sample -> [B, m, D].
+    """
+    if compiles(query) and query.shape[2] <= _NARROW_HEAD * heads:
+        output: Tensor = _NarrowAttention.apply(query, key, value, mask, heads, distance_bias)
+        return output
+    length, last = key.shape[1], query.shape[1]
+    query, key, value = (each.unflatten(2, (heads, -1)).transpose(1, 2) for each in (query, key, value))
+    if distance_bias is None:
+        attended = F.scaled_dot_product_attention(query, key, value, mask[:, None, None])
+    else:
+        position = torch.arange(length, device=query.device)
+        distance = position[-last:, None] - position
+        scores = query @ key.transpose(2, 3) + distance_bias[distance.clamp(min=0)]
+        seen = mask[:, None, None] & (distance >= 0)
+        attended = (F.silu(scores).masked_fill(~seen, 0) / length) @ value
+    return attended.transpose(1, 2).flatten(2)
+
+
+_NARROW_HEAD = 8
+"""Largest width of a head for which numba's kernel is faster than torch's products of small matrices."""
+
+
+class _NarrowAttention(torch.autograd.Function):
+    """:func:`attention` on CPU, with one pass over the pairs of positions in each direction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, heads: int, bias: Tensor | None
+    ) -> Tensor:
+        from ..numba_layers import attention_on_cpu
+
+        ctx.save_for_backward(query, key, value, mask, bias)
+        ctx.heads = heads
+        return attention_on_cpu(query, key, value, mask, heads, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from ..numba_layers import attention_backward_on_cpu
+
+        query, key, value, mask, bias = ctx.saved_tensors
+        *found, of_bias = attention_backward_on_cpu(query, key, value, mask, ctx.heads, bias, grads[0])
+        return *found, None, None, of_bias
+
+
 class TransformerLayer(nn.Module):
     """s = norm(x + heads(x)), y = norm(s + W2 leaky_relu(W1 s)). Source: equations 4 to 7 of the paper."""
 
@@ -180,10 +233,9 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """[B, L, D], and whether others see a position, bool [B, L], true once or more for a sample -> [B, L, D]."""
-        kernels = (self.query, self.key, self.value)
-        query, key, value = ((x @ kernel).unflatten(2, (self._heads, -1)).transpose(1, 2) for kernel in kernels)
-        heads = F.scaled_dot_product_attention(query, key, value, mask[:, None, None])
-        x = self.norms[0](x + self._dropped(heads.transpose(1, 2).flatten(2) @ self.output))
+        query, key, value = (x @ torch.cat([self.query, self.key, self.value], 1)).chunk(3, 2)
+        attended = attention(query, key, value, mask, self._heads)
+        x = self.norms[0](x + self._dropped(attended @ self.output))
         inner = F.leaky_relu(x @ self.inner + self.inner_bias)
         normed: Tensor = self.norms[1](x + self._dropped(inner @ self.outer + self.outer_bias))
         return normed
@@ -249,24 +301,26 @@ class HstuLayer(nn.Module):
 
     def __init__(self, width: int, heads: int, length: int, dropout: float) -> None:
         super().__init__()
-        self._heads, self._length, self._dropout = heads, length, dropout
+        self._heads, self._dropout = heads, dropout
         self.inner, self.inner_bias = glorot_normal(width, 4 * width), nn.Parameter(torch.zeros(4 * width))
         self.outer, self.outer_bias = glorot_normal(width, width), nn.Parameter(torch.zeros(width))
         self.distance_bias = nn.Parameter(torch.zeros(length))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """[B, n, D], and whether later positions see a position, bool [B, n] -> [B, n, D]."""
-        gate, *others = F.silu(self.norms[0](x) @ self.inner + self.inner_bias).chunk(4, 2)
-        value, query, key = (projected.unflatten(2, (self._heads, -1)).transpose(1, 2) for projected in others)
-        position = torch.arange(self._length, device=x.device)
-        distance = position[:, None] - position
-        scores = query @ key.transpose(2, 3) + self.distance_bias[distance.clamp(min=0)]
-        seen = mask[:, None, None] & (distance >= 0)
-        weights = F.silu(scores).masked_fill(~seen, 0) / self._length
-        gated = self.norms[1]((weights @ value).transpose(1, 2).flatten(2)) * gate
-        y: Tensor = x + F.dropout(gated, self._dropout, self.training) @ self.outer + self.outer_bias
+    def forward(self, x: Tensor, mask: Tensor, last: int) -> Tensor:
+        """[B, n, D], and whether later positions see a position, bool [B, n] -> y of the last ones, [B, last, D]."""
+        normed = self.norms[0](x)
+        gate, query = self._projected(normed[:, -last:], 0).chunk(2, 2)
+        value, key = self._projected(normed, 1).chunk(2, 2)
+        gated = self.norms[1](attention(query, key, value, mask, self._heads, self.distance_bias)) * gate
+        dropped = F.dropout(gated, self._dropout, self.training)
+        y: Tensor = x[:, -last:] + dropped @ self.outer + self.outer_bias
         return y
+
+    def _projected(self, x: Tensor, first: int) -> Tensor:
+        """U and Q of positions for 0, or V and K for 1: [B, L, D] -> [B, L, 2 * D]."""
+        kernel = self.inner.unflatten(1, (4, -1))[:, first::2].flatten(1)
+        return F.silu(x @ kernel + self.inner_bias.unflatten(0, (4, -1))[first::2].flatten())
 
 
 class _Interests(nn.Module):
@@ -285,9 +339,10 @@ class _Interests(nn.Module):
         embeddings = list(x.rows[:, :, : self._width].unbind(1))
         for history, layers in zip(self._histories, self.stacks, strict=True):
             steps, mask = history.with_target(x, self._width)
-            for layer in cast(nn.ModuleList, layers):
-                steps = layer(steps, mask)
-            embeddings[history.places[0]] = steps[:, -1]
+            *others, last = cast(nn.ModuleList, layers)
+            for layer in others:
+                steps = layer(steps, mask, history.length + 1)
+            embeddings[history.places[0]] = last(steps, mask, 1)[:, 0]
         return torch.cat([*embeddings, dense], 1)
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cowrec.models import front, numba_layers
-from cowrec.models.networks.histories import _PreluProduct
+from cowrec.models.networks.histories import _NarrowAttention, _PreluProduct
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Rounding of sums, as a share of the largest value."""
@@ -48,6 +48,52 @@ def test_a_prelu_and_the_product_behind_it_are_those_of_float64(shape: tuple[int
         [of_torch.detach(), *(leaf.grad for leaf in expected)],
         TOLERANCE[torch.float32],
     )
+
+
+# B, n, m, D, H: an empty batch, one output, heads of one column, and pairs of a sample and a head beyond a block.
+@pytest.mark.parametrize("shape", [(0, 2, 2, 2, 1), (1, 2, 1, 4, 4), (70, 7, 7, 12, 3), (1500, 21, 20, 10, 2)])
+@pytest.mark.parametrize("size", [1, 20])  # of the numbers: weights are between 0 and 1, or close to one of both
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_attention_is_that_of_float64(shape: tuple[int, int, int, int, int], size: int, has_bias: bool) -> None:
+    samples, length, last, width, heads = shape
+    generator = torch.Generator().manual_seed(samples)
+    projected = size * torch.randn(samples, length, 3 * width, generator=generator)
+    bias = size * torch.randn(length, generator=generator) if has_bias else None
+    mask = torch.rand(samples, length, generator=generator) > 0.4
+    mask[:, -1] = True
+    grad = torch.randn(samples, last, width, generator=generator)
+
+    def expected(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        query, key, value = (each.unflatten(2, (heads, -1)).transpose(1, 2) for each in (query, key, value))
+        if bias is None:
+            attended = F.scaled_dot_product_attention(query, key, value, mask[:, None, None])
+        else:
+            ages = torch.arange(length - last, length)[:, None] - torch.arange(length)
+            weights = F.silu(query @ key.mT + bias[ages.abs()]) / length * (mask[:, None, None] & (ages >= 0))
+            attended = weights @ value
+        return attended.transpose(1, 2).flatten(2)
+
+    found = []
+    for kind in (torch.float32, torch.float64):
+        leaf = projected.to(kind, copy=True).requires_grad_()
+        own_bias = None if bias is None else bias.to(kind, copy=True).requires_grad_()
+        query, key, value = leaf.chunk(3, 2)
+        given = (query[:, -last:], key, value)
+        out = _NarrowAttention.apply(*given, mask, heads, own_bias) if not found else expected(*given, own_bias)
+        out.backward(grad.to(kind))
+        of_bias = [] if own_bias is None or own_bias.grad is None else [own_bias.grad]
+        found.append([out.detach(), leaf.grad, *of_bias])
+    check_close(*found, tolerance=size * TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_attention_shows_a_query_that_is_not_a_number(has_bias: bool) -> None:
+    query, key, value = torch.randn(3, 1, 4, 2)
+    query[0, 1, 0] = torch.nan
+    out = numba_layers.attention_on_cpu(
+        query, key, value, torch.ones(1, 4, dtype=torch.bool), 2, torch.zeros(4) if has_bias else None
+    )
+    assert out.isnan().nonzero().tolist() == [[0, 1, 0]]
 
 
 def test_under_autocast_the_flat_features_are_rounded_and_their_gradients_are_not() -> None:
