@@ -62,6 +62,15 @@ def linear_relu(x: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = 
     return x
 
 
+def affine(x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ kernel + bias``, [..., H], of x [..., K], kernel [K, H] and bias [H]; fast for small K and H too."""
+    of_torch = torch.is_autocast_enabled(x.device.type) or torch.is_inference_mode_enabled()
+    if of_torch or _math(x, x.dtype) is not _OneDnn:
+        return F.linear(x, kernel.t(), bias)
+    output: Tensor = _Affine.apply(x, kernel, bias)
+    return output
+
+
 def logits_of(x: Tensor, kernel: Tensor) -> Tensor:
     """``x @ kernel``, [B], of x [B, K] and kernel [K, 1], in the kernel's dtype under autocast too."""
     kind = x.device.type
@@ -160,6 +169,25 @@ class _Layers(torch.autograd.Function):
         of_x = grad if ctx.needs_input_grad[1] else None
         converted = (gradient.to(dtype) for gradient, dtype in zip(reversed(of_parameters), ctx.dtypes, strict=True))
         return None, of_x, None, of_kernel, *converted
+
+
+class _Affine(torch.autograd.Function):
+    """:func:`affine` by oneDNN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, kernel)
+        return _product(x, kernel.t(), bias, "none")
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, kernel), grad, of_x = ctx.saved_tensors, grads[0], None
+        if ctx.needs_input_grad[0]:
+            of_x = _product(grad, kernel, None, "none")
+        of_samples = grad.flatten(0, -2)
+        of_bias = of_samples.sum(0) if ctx.needs_input_grad[2] else None
+        return of_x, x.flatten(0, -2).t() @ of_samples, of_bias
 
 
 class _OneDnn:

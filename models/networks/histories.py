@@ -15,6 +15,7 @@ from cowrec.errors import UserError
 from ..config import ModelConfig, Size
 from ..front import Features, Front, Sparse, compiles
 from ..layers import LogitKernel, Mlp, glorot_normal
+from ..linear_relu import affine
 
 
 class History(NamedTuple):
@@ -89,7 +90,7 @@ class ActivationUnit(nn.Module):
         # is multiplied once for a sample instead of once for a position.
         further = of_steps.shape[0] - of_differences.shape[0]
         of_steps, of_target = of_steps + F.pad(of_differences, (0, 0, 0, further)), of_target - of_differences
-        hidden = torch.cat([steps, products], 2) @ torch.cat([of_steps, of_products])
+        hidden = affine(torch.cat([steps, products], 2), torch.cat([of_steps, of_products]))
         shift = target @ of_target + self.bias
         if compiles(hidden):
             weights = _PreluProduct.apply(hidden, shift, self.slope, self.output)[:, :, None]
@@ -233,11 +234,11 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """[B, L, D], and whether others see a position, bool [B, L], true once or more for a sample -> [B, L, D]."""
-        query, key, value = (x @ torch.cat([self.query, self.key, self.value], 1)).chunk(3, 2)
+        query, key, value = affine(x, torch.cat([self.query, self.key, self.value], 1)).chunk(3, 2)
         attended = attention(query, key, value, mask, self._heads)
-        x = self.norms[0](x + self._dropped(attended @ self.output))
-        inner = F.leaky_relu(x @ self.inner + self.inner_bias)
-        normed: Tensor = self.norms[1](x + self._dropped(inner @ self.outer + self.outer_bias))
+        x = self.norms[0](x + self._dropped(affine(attended, self.output)))
+        inner = F.leaky_relu(affine(x, self.inner, self.inner_bias))
+        normed: Tensor = self.norms[1](x + self._dropped(affine(inner, self.outer, self.outer_bias)))
         return normed
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -314,13 +315,13 @@ class HstuLayer(nn.Module):
         value, key = self._projected(normed, 1).chunk(2, 2)
         gated = self.norms[1](attention(query, key, value, mask, self._heads, self.distance_bias)) * gate
         dropped = F.dropout(gated, self._dropout, self.training)
-        y: Tensor = x[:, -last:] + dropped @ self.outer + self.outer_bias
+        y: Tensor = x[:, -last:] + affine(dropped, self.outer, self.outer_bias)
         return y
 
     def _projected(self, x: Tensor, first: int) -> Tensor:
         """U and Q of positions for 0, or V and K for 1: [B, L, D] -> [B, L, 2 * D]."""
         kernel = self.inner.unflatten(1, (4, -1))[:, first::2].flatten(1)
-        return F.silu(x @ kernel + self.inner_bias.unflatten(0, (4, -1))[first::2].flatten())
+        return F.silu(affine(x, kernel, self.inner_bias.unflatten(0, (4, -1))[first::2].flatten()))
 
 
 class _Interests(nn.Module):

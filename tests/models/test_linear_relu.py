@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from cowrec.models.layers import logits_of
-from cowrec.models.linear_relu import _FEW_SAMPLES, _SAMPLES, LinearRelu, linear_relu
+from cowrec.models.linear_relu import _FEW_SAMPLES, _SAMPLES, LinearRelu, affine, linear_relu
 
 
 def drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -43,6 +43,20 @@ def test_values_and_gradients_are_those_of_float64(samples, dtype, library, monk
     assert {tensor.dtype for tensor in found} == {dtype}
     check_close(found, expected, {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype])
     assert samples == 0 or 0 < side.mean() < 1
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (5,), (70, 21)])  # of the inputs before their columns
+@pytest.mark.parametrize("library", ["oneDNN", "MKL"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_of_narrow_layers_are_those_of_float64(shape, library, has_bias, monkeypatch):
+    monkeypatch.setattr("cowrec.models.linear_relu.BY_ONE_DNN", {torch.float32} if library == "oneDNN" else set())
+    x, grad, *parameters = drawn((*shape, 10), (*shape, 4), (10, 4), *([(4,)] if has_bias else []))
+    found, expected = (
+        with_gradients(affine, (x, *parameters), dtype, grad) for dtype in (torch.float32, torch.float64)
+    )
+    check_close(found, expected, 1e-5)
+    plain = with_gradients(lambda x, kernel, bias=0: x @ kernel + bias, (x, *parameters), torch.float64, grad)
+    check_close(expected, plain, 1e-12)
 
 
 def test_torch_computes_bfloat16_where_one_dnn_cannot(monkeypatch):
