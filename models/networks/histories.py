@@ -297,13 +297,16 @@ class HstuLayer(nn.Module):
     """y = x + W2 (norm(A V) * U) + b2 with [U V Q K] = silu(W1 norm(x) + b1) and A = silu(Q K' + rab) / n, causal.
 
     The bias rab is learned for each distance between positions; ``dropout`` comes before W2. Source: equations 1 to 3
-    of the paper, with the norm and the sum around them as in the authors' code.
+    of the paper, with the norm, the sum around them and the initial W1, of standard deviation 0.02, as in the authors'
+    code.
     """
 
     def __init__(self, width: int, heads: int, length: int, dropout: float) -> None:
         super().__init__()
         self._heads, self._dropout = heads, dropout
-        self.inner, self.inner_bias = glorot_normal(width, 4 * width), nn.Parameter(torch.zeros(4 * width))
+        # A layer whose gates and values are small changes little of the scored item's embedding at first.
+        self.inner = nn.Parameter(torch.randn(width, 4 * width) * 0.02)
+        self.inner_bias = nn.Parameter(torch.zeros(4 * width))
         self.outer, self.outer_bias = glorot_normal(width, width), nn.Parameter(torch.zeros(width))
         self.distance_bias = nn.Parameter(torch.zeros(length))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))

@@ -38,6 +38,10 @@ class HstuLayer(nn.Module):
     def __init__(self, width: int, length: int) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(width, 4 * width), nn.Linear(width, width)
+        nn.init.normal_(self.inner.weight, std=0.02)
+        nn.init.xavier_normal_(self.outer.weight)
+        for layer in (self.inner, self.outer):
+            nn.init.zeros_(layer.bias)
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.bias = nn.Parameter(torch.zeros(length + 1))
 
