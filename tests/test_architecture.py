@@ -66,7 +66,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "front": "triton_layers numba_layers linear_relu layers",
         "own_code": "",
         "losses": "config own_code",
-        "networks": "config numba_layers layers front",
+        "networks": "config numba_layers linear_relu layers front",
         "registry": "config front own_code networks",
     },
     "trainer": {
