@@ -119,7 +119,7 @@ def _threads(count: int) -> ThreadPoolExecutor:
 def _in_threads(kernel: Callable[..., Any], inputs: Tensor, *arguments: Any, work: int = 0) -> list[Any]:
     """Runs a kernel on equal parts of the inputs' first dimension, each in a thread; returns its results in order.
 
-    ``work`` counts the numbers that the kernel reads, if the kernel reads each of the inputs more than once.
+    ``work`` is how many numbers the kernel reads; 0 means that the kernel reads each number of the inputs once.
     """
     size, parts = len(inputs), max(1, min(torch.get_num_threads(), (work or inputs.numel()) // _LEAST_NUMBERS))
     limits = [size * part // parts for part in range(parts + 1)]
@@ -242,25 +242,17 @@ def _ones(positions):
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _load(source, pair, pairs, heads, out):
-    """Copies pairs of a sample and a head of [B, n, D] to the columns of [n, d, _LANES]."""
-    positions, width = out.shape[:2]
-    for lane in range(pairs):
-        b, first = (pair + lane) // heads, (pair + lane) % heads * width
-        for j in range(positions):
-            for c in range(width):
-                out[j, c, lane] = source[b, j, first + c]
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def _store(columns, pair, pairs, heads, out):
-    """Copies the other way round."""
+def _copy(rows, columns, pair, pairs, heads, to_columns):
+    """Copies pairs of a sample and a head of [B, n, D] to the columns of [n, d, _LANES], or back."""
     positions, width = columns.shape[:2]
     for lane in range(pairs):
         b, first = (pair + lane) // heads, (pair + lane) % heads * width
         for j in range(positions):
             for c in range(width):
-                out[b, j, first + c] = columns[j, c, lane]
+                if to_columns:
+                    columns[j, c, lane] = rows[b, j, first + c]
+                else:
+                    rows[b, j, first + c] = columns[j, c, lane]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
@@ -278,7 +270,7 @@ def _attention_weights(query, keys, seen, bias, position, weights, slopes, work)
     """
     count, width = keys.shape[:2]
     is_softmax = len(bias) == 0
-    scale = np.float32(1 / np.sqrt(width)) if is_softmax else np.float32(1)
+    scale = np.float32(1 / np.sqrt(width))
     least = np.float32(-3e38)
     inverse = np.float32(1) / np.float32(count)
     if not is_softmax:
@@ -325,9 +317,9 @@ def _attention(query, key, value, mask, bias, heads, out, first, last):
     seen, weights, slopes, work = _ones(positions), _ones(positions), _ones(positions), _ones(2)
     for pair in range(first * heads, last * heads, _LANES):
         pairs = min(_LANES, last * heads - pair)
-        _load(query, pair, pairs, heads, queries)
-        _load(key, pair, pairs, heads, keys)
-        _load(value, pair, pairs, heads, values)
+        _copy(query, queries, pair, pairs, heads, True)
+        _copy(key, keys, pair, pairs, heads, True)
+        _copy(value, values, pair, pairs, heads, True)
         _load_seen(mask, pair, pairs, heads, seen)
         attended[:] = 0
         for i in range(outputs):
@@ -337,7 +329,7 @@ def _attention(query, key, value, mask, bias, heads, out, first, last):
                 for c in range(width):
                     for lane in range(_LANES):
                         attended[i, c, lane] += weights[j, lane] * values[j, c, lane]
-        _store(attended, pair, pairs, heads, out)
+        _copy(out, attended, pair, pairs, heads, False)
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
@@ -353,12 +345,12 @@ def _attention_gradient(query, key, value, mask, bias, heads, grad, of_query, of
     scale = np.float32(1 / np.sqrt(width))
     for pair in range(first * heads, last * heads, _LANES):
         pairs = min(_LANES, last * heads - pair)
-        _load(query, pair, pairs, heads, queries)
-        _load(key, pair, pairs, heads, keys)
-        _load(value, pair, pairs, heads, values)
+        _copy(query, queries, pair, pairs, heads, True)
+        _copy(key, keys, pair, pairs, heads, True)
+        _copy(value, values, pair, pairs, heads, True)
         _load_seen(mask, pair, pairs, heads, seen)
         of_outputs[:] = 0  # no pair of an earlier block in a column beyond the pairs of this one
-        _load(grad, pair, pairs, heads, of_outputs)
+        _copy(grad, of_outputs, pair, pairs, heads, True)
         of_queries[:] = 0
         of_keys[:] = 0
         of_values[:] = 0
@@ -395,7 +387,7 @@ def _attention_gradient(query, key, value, mask, bias, heads, grad, of_query, of
                         of_queries[i, c, lane] += of_scores[j, lane] * keys[j, c, lane]
                     for lane in range(_LANES):
                         of_keys[j, c, lane] += of_scores[j, lane] * queries[i, c, lane]
-        _store(of_queries, pair, pairs, heads, of_query)
-        _store(of_keys, pair, pairs, heads, of_key)
-        _store(of_values, pair, pairs, heads, of_value)
+        _copy(of_query, of_queries, pair, pairs, heads, False)
+        _copy(of_key, of_keys, pair, pairs, heads, False)
+        _copy(of_value, of_values, pair, pairs, heads, False)
     return sums.sum(1)
